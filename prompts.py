@@ -1,0 +1,120 @@
+"""Prompt tables, and which rank samples which prompt.
+
+One epoch samples P prompts x G images = N samples, numbered 0 .. N-1 with the images of a prompt side by side. B
+consecutive samples are a batch, the unit of rollout and update. Batches stand in a table of U rows (the updates of the
+epoch) by K columns; a rank owns every world_size-th column. So which samples make an update does not depend on the
+number of ranks, and no trajectory ever moves from the rank that made it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import load_dataset, load_from_disk
+from datasets.exceptions import DatasetNotFoundError
+
+
+def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "train") -> list[dict[str, Any]]:
+    """Read prompts as dicts that hold at least "prompt"; what else a row has is metadata for the rewards.
+
+    A .txt file has one prompt a line, a .jsonl file one object a line; any other path or name is given to `datasets`.
+    Raises ValueError that names the file and the line.
+    """
+    path = Path(name_or_path)
+    if path.is_file() and path.suffix in (".txt", ".jsonl"):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not utf-8 text ({error.reason} at byte {error.start}): save it as utf-8"
+            ) from error
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            if path.suffix == ".txt":
+                rows.append({"prompt": line.strip()})
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path} line {number} is not json: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} is a json {type(row).__name__}: write one object a line")
+            rows.append(row)
+    else:
+        try:
+            if (path / "dataset_info.json").is_file() or (path / "state.json").is_file():
+                table = load_from_disk(name_or_path)
+            elif path.is_file():
+                table = load_dataset(path.suffix.lstrip("."), data_files=str(path), split="train")
+            else:
+                table = load_dataset(name_or_path, split=split)
+        except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+            raise ValueError(
+                f"--prompts {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl file, "
+                "a data set's folder or its name"
+            ) from error
+        if column not in table.column_names:
+            raise ValueError(
+                f"{name_or_path} has no column {column!r} but {', '.join(table.column_names)}: --prompt_column"
+            )
+        rows = [dict(row) for row in table]
+
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        prompt = row.get("prompt" if path.suffix == ".txt" else column)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"{name_or_path} row {number} has no text in {column!r}: {str(row)[:80]}")
+        prompts.append({key: value for key, value in row.items() if key != column} | {"prompt": prompt})
+    if not prompts:
+        raise ValueError(f"{name_or_path} holds no prompt: write one a line")
+    return prompts
+
+
+def check_batch_arithmetic(
+    *, num_prompts: int, images_per_prompt: int, batch_size: int, world_size: int, num_updates: int
+) -> int:
+    """Return K, the batches of one update over all ranks. Raises ValueError with the nearest number of prompts that
+    makes prompts x images = updates x accumulation x ranks x batch size come out even."""
+    samples, unit = num_prompts * images_per_prompt, batch_size * world_size * num_updates
+    if samples % unit:
+        step = unit // int(np.gcd(unit, images_per_prompt))
+        nearest = max(step, round(num_prompts / step) * step)
+        raise ValueError(
+            f"{num_prompts} prompts x {images_per_prompt} images = {samples} samples cannot be dealt to {num_updates} "
+            f"updates x {world_size} ranks x batches of {batch_size} = {unit}: the nearest is "
+            f"--num_prompts_per_epoch {nearest}"
+        )
+    return samples // (batch_size * num_updates)
+
+
+def epoch_prompt_ids(num_prompts: int, prompts_per_epoch: int, *, seed: int, epoch: int) -> list[int]:
+    """The prompts of an epoch: the table is gone through in a new order each pass, none twice before all once."""
+    ids = []
+    for position in range(epoch * prompts_per_epoch, (epoch + 1) * prompts_per_epoch):
+        table_pass, place = divmod(position, num_prompts)
+        if not ids or place == 0:
+            order = np.random.default_rng((seed, 1, table_pass)).permutation(num_prompts)
+        ids.append(int(order[place]))
+    return ids
+
+
+def rank_batches(num_updates: int, batches_per_update: int, *, rank: int, world_size: int) -> list[int]:
+    """The batches a rank samples and trains on: columns rank, rank + world_size, ... of the U x K table."""
+    return [
+        update * batches_per_update + column
+        for update in range(num_updates)
+        for column in range(rank, batches_per_update, world_size)
+    ]
+
+
+def update_plan(
+    num_updates: int, batches_per_update: int, *, rank: int, world_size: int, seed_words: Sequence[int]
+) -> list[list[int]]:
+    """A rank's batches for each update of an inner epoch: every column is shuffled over the updates by itself."""
+    table = np.arange(num_updates * batches_per_update).reshape(num_updates, batches_per_update)
+    table = np.random.default_rng(tuple(seed_words)).permuted(table, axis=0)
+    return table[:, rank::world_size].tolist()

@@ -1,0 +1,430 @@
+"""Qwen-Image as FlowGRPO and DiffusionNFT need it: load, LoRA, encode, velocity, SDE step with log-prob, decode.
+
+Rollout and update call the same `predict_velocity` and `sde_step_with_logprob`, so that the first ratio is exactly 1.
+
+Shapes: B samples, L = (height/16)(width/16) image tokens, C = 64 channels of a packed latent, S text tokens,
+D width of a text embedding. sigma runs from 1 (noise) to 0 (image); velocity v = noise - x0; timesteps = 1000 sigma.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from huggingface_hub import hf_hub_download
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tokenizers import AddedToken
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+PIXELS_PER_TOKEN = 16  # the VAE halves a side three times, packing once more
+SDE_TYPES = ("sde", "cps", "dance")
+LORA_TARGETS = (
+    "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
+)  # fmt: skip
+
+
+# ----- Loading -----------------------------------------------------------------------------------------------------
+
+
+def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | None = None) -> None:
+    """Refuse, from model_index.json alone, a model that is not a QwenImagePipeline. Raises ValueError."""
+    if Path(pretrained_model_name_or_path).is_dir():
+        index = Path(pretrained_model_name_or_path) / "model_index.json"
+        if not index.is_file():
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds no model_index.json: name a diffusers pipeline folder"
+            )
+    else:
+        try:
+            index = hf_hub_download(pretrained_model_name_or_path, "model_index.json", revision=revision)
+        except (OSError, ValueError) as error:  # hub errors are OSErrors, a malformed name is a ValueError
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is neither a folder nor a model the hub gives "
+                f"({type(error).__name__}): check the name, or download it first and name the folder"
+            ) from error
+    class_name = json.loads(Path(index).read_text())["_class_name"]
+    if class_name != "QwenImagePipeline":
+        raise ValueError(
+            f"{pretrained_model_name_or_path} is a {class_name}, these scripts train a QwenImagePipeline: "
+            "choose a Qwen-Image text-to-image model"
+        )
+
+
+def load_pipeline(
+    pretrained_model_name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    components: Iterable[str] = (),
+) -> QwenImagePipeline:
+    """Load the pipeline on the CPU, frozen and in eval mode; `components` that are named are left out (None)."""
+    pipeline = QwenImagePipeline.from_pretrained(
+        pretrained_model_name_or_path, torch_dtype=dtype, revision=revision, **dict.fromkeys(components)
+    )
+    for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
+        if module is not None:
+            module.requires_grad_(False).eval()
+    return pipeline
+
+
+def tiny_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level tokenizer whose prompt template has the real one's 34 prefix tokens (one per word of it)."""
+    vocab = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    vocab["<|endoftext|>"] = len(vocab)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    template = (
+        "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+        "relationships of the objects and background:<|im_end|>\n<|im_start|>user\nassistant"
+    )
+    words = dict.fromkeys(re.findall(r"<\|\w+\|>| ?\w+", template))
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=word.startswith("<|")) for word in words])
+    return tokenizer
+
+
+def tiny_pipeline(
+    seed: int = 0,
+    *,
+    num_layers: int = 2,
+    num_attention_heads: int = 2,
+    text_width: int = 32,
+    vae_base_dim: int = 8,
+) -> QwenImagePipeline:
+    """A QwenImagePipeline of the real classes with random weights, a few MB, made in a second without a network."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = QwenImageTransformer2DModel(
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=32,
+            num_layers=num_layers,
+            in_channels=64,
+            out_channels=16,
+            patch_size=2,
+            joint_attention_dim=text_width,
+            axes_dims_rope=(8, 12, 12),
+            guidance_embeds=False,
+        )
+        vae = AutoencoderKLQwenImage(base_dim=vae_base_dim, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+        tokenizer = tiny_tokenizer()
+        text_config = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": text_width,
+            "intermediate_size": 2 * text_width,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [text_width // 8] * 2 + [0],
+            },
+        }
+        vision_config = {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": text_width,
+        }  # fmt: skip
+        text_encoder = Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text_config, vision_config=vision_config)
+        )
+    scheduler = FlowMatchEulerDiscreteScheduler(  # the values of Qwen/Qwen-Image's scheduler_config.json
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+    return QwenImagePipeline(
+        scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer
+    )
+
+
+# ----- LoRA --------------------------------------------------------------------------------------------------------
+
+
+def unused_modules(num_layers: int) -> str:
+    """Regular expression of the linear layers that no image depends on: the last block drops its text stream."""
+    return rf"transformer_blocks\.{num_layers - 1}\.(attn\.to_add_out|txt_mlp\.net\.(0\.proj|2))"
+
+
+def check_lora_targets(
+    pretrained_model_name_or_path: str, target_modules: Sequence[str], *, revision: str | None = None
+) -> None:
+    """Raise ValueError for a target that matches no linear layer; reads the config and builds the model without memory."""
+    config = QwenImageTransformer2DModel.load_config(
+        pretrained_model_name_or_path, subfolder="transformer", revision=revision
+    )
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel.from_config(config)
+    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    for target in target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = sorted({re.sub(r"^transformer_blocks\.\d+\.(attn\.)?", "", name) for name in names})
+            raise ValueError(
+                f"--lora_target_modules: no linear layer is called {target!r}: choose from {', '.join(known)}"
+            )
+
+
+def add_lora(
+    transformer: QwenImageTransformer2DModel,
+    *,
+    rank: int,
+    lora_alpha: int,
+    target_modules: Sequence[str],
+    adapter_name: str = "default",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Add a trainable adapter in `dtype` (fp32 keeps small AdamW steps that bf16 would round away).
+
+    Layers that never reach the image get none, so that every trainable parameter has a gradient.
+    """
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=lora_alpha,
+        target_modules=list(target_modules),
+        exclude_modules=unused_modules(transformer.config.num_layers),
+        init_lora_weights="gaussian",
+    )
+    transformer.add_adapter(config, adapter_name=adapter_name)
+    for name, parameter in transformer.named_parameters():
+        if f".{adapter_name}." in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+def lora_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
+    """The layers that carry adapters; list them once, since walking 60 blocks for every switch costs milliseconds."""
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def adapter_state_dict(
+    named_parameters: Iterable[tuple[str, Tensor]], adapter_name: str = "default"
+) -> dict[str, Tensor]:
+    """One adapter's tensors under peft's names (without the adapter's); sharding wrappers' prefixes are dropped."""
+    return {
+        name.replace(f".{adapter_name}.", ".").replace("_fsdp_wrapped_module.", "").removeprefix("module."): parameter
+        for name, parameter in named_parameters
+        if ".lora_" in name and f".{adapter_name}." in name
+    }
+
+
+def export_lora(folder: str | Path, state_dict: dict[str, Tensor], lora_config: LoraConfig) -> None:
+    """Write `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`; the metadata keeps alpha."""
+    if not state_dict:
+        raise ValueError("there are no adapter weights to export: was the model prepared with LoRA?")
+    metadata = lora_config.to_dict()
+    metadata["target_modules"] = sorted(
+        metadata["target_modules"]
+    )  # a set: sorted, the same run writes the same bytes
+    QwenImagePipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers={
+            name: tensor.detach().cpu().contiguous() for name, tensor in sorted(state_dict.items())
+        },
+        transformer_lora_adapter_metadata=metadata,
+    )
+
+
+# ----- Conditions --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def encode_prompts(
+    pipeline: QwenImagePipeline, prompts: Sequence[str], *, device: torch.device, max_sequence_length: int
+) -> list[Tensor]:
+    """Encode one prompt at a time, so that its embedding does not depend on its neighbours. Returns (S_i, D) on the CPU."""
+    embeddings = []
+    for prompt in prompts:
+        prompt_embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=max_sequence_length)
+        embeddings.append(prompt_embeds[0].cpu())
+    return embeddings
+
+
+def pad_prompt_embeds(embeddings: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Stack (S_i, D) embeddings to (B, S, D) and an int32 mask (B, S), or no mask where nothing is padded."""
+    longest = max(len(embedding) for embedding in embeddings)
+    prompt_embeds = embeddings[0].new_zeros(len(embeddings), longest, embeddings[0].shape[1])
+    mask = torch.zeros(len(embeddings), longest, dtype=torch.int32)
+    for row, embedding in enumerate(embeddings):
+        prompt_embeds[row, : len(embedding)] = embedding
+        mask[row, : len(embedding)] = 1
+    return prompt_embeds, None if bool(mask.all()) else mask
+
+
+def prompt_conditions(embeddings: Sequence[Tensor], negative: Tensor | None) -> dict[str, Tensor]:
+    """The condition fields of one micro-batch: one (S_i, D) embedding a sample, one negative for all or None."""
+    fields = dict(zip(("prompt_embeds", "prompt_embeds_mask"), pad_prompt_embeds(embeddings), strict=True))
+    if negative is not None:
+        fields["negative_prompt_embeds"] = negative.expand(len(embeddings), -1, -1)
+    return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+
+# ----- Sampling physics --------------------------------------------------------------------------------------------
+
+
+def get_sigmas(
+    scheduler: FlowMatchEulerDiscreteScheduler, num_inference_steps: int, *, height: int, width: int
+) -> Tensor:
+    """The pipeline's own schedule for one image size: (num_inference_steps + 1,) fp32 on the CPU, from 1 to 0."""
+    config = scheduler.config
+    scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / num_inference_steps, num_inference_steps),
+        mu=calculate_shift(
+            (height // PIXELS_PER_TOKEN) * (width // PIXELS_PER_TOKEN),
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        ),
+    )
+    return scheduler.sigmas.float().cpu().clone()
+
+
+def seeded_noise(seed_words: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Standard normal fp32 noise on the CPU that depends on the words alone, e.g. (seed, epoch, sample, stream)."""
+    state = np.random.SeedSequence([int(word) for word in seed_words]).generate_state(1, np.uint64)[0]
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(int(state)))
+
+
+def predict_velocity(
+    transformer: nn.Module,
+    latents: Tensor,
+    timesteps: Tensor,
+    prompt_embeds: Tensor,
+    prompt_embeds_mask: Tensor | None = None,
+    negative_prompt_embeds: Tensor | None = None,
+    negative_prompt_embeds_mask: Tensor | None = None,
+    *,
+    height: int,
+    width: int,
+    true_cfg_scale: float,
+    cfg_batched: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Velocity (B, L, C) fp32 at latents (B, L, C) and timesteps (B,) in [0, 1000], with true CFG where scale > 1.
+
+    The two CFG predictions run as one batch of 2B (`cfg_batched`) or one after the other. The combination is rescaled
+    to the norm of the conditional one per token, as QwenImagePipeline does. The only cast to `dtype` is here.
+    """
+
+    def forward(latents: Tensor, timesteps: Tensor, embeds: Tensor, mask: Tensor | None) -> Tensor:
+        return transformer(
+            hidden_states=latents.to(dtype),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds.to(dtype),
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, height // PIXELS_PER_TOKEN, width // PIXELS_PER_TOKEN)]] * len(latents),
+            return_dict=False,
+        )[0].float()
+
+    if true_cfg_scale <= 1:
+        return forward(latents, timesteps, prompt_embeds, prompt_embeds_mask)
+    if negative_prompt_embeds is None:
+        raise ValueError(f"true_cfg_scale {true_cfg_scale} needs negative_prompt_embeds: pass them, or a scale of 1")
+    if cfg_batched:
+        embeds, mask = concatenate_conditions(
+            prompt_embeds, prompt_embeds_mask, negative_prompt_embeds, negative_prompt_embeds_mask
+        )
+        positive, negative = forward(latents.repeat(2, 1, 1), timesteps.repeat(2), embeds, mask).chunk(2)
+    else:
+        positive = forward(latents, timesteps, prompt_embeds, prompt_embeds_mask)
+        negative = forward(latents, timesteps, negative_prompt_embeds, negative_prompt_embeds_mask)
+    combined = negative + true_cfg_scale * (positive - negative)
+    return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+
+def concatenate_conditions(
+    embeds: Tensor, mask: Tensor | None, other_embeds: Tensor, other_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Stack two condition batches (B, S, D) of unequal S into one of 2B; no mask where neither is padded."""
+    length, other_length = embeds.shape[1], other_embeds.shape[1]
+    longest = max(length, other_length)
+    if length == other_length and mask is None and other_mask is None:
+        return torch.cat([embeds, other_embeds]), None
+    if mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.int32, device=embeds.device)
+    if other_mask is None:
+        other_mask = torch.ones(other_embeds.shape[:2], dtype=torch.int32, device=embeds.device)
+    pad = nn.functional.pad
+    return (
+        torch.cat([pad(embeds, (0, 0, 0, longest - length)), pad(other_embeds, (0, 0, 0, longest - other_length))]),
+        torch.cat([pad(mask, (0, longest - length)), pad(other_mask, (0, longest - other_length))]),
+    )
+
+
+def sde_step_with_logprob(
+    velocity: Tensor,
+    latents: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    *,
+    sigma_max: Tensor,
+    noise_level: float,
+    sde_type: str,
+    prev_sample: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One reverse-time SDE step (FlowGRPO, arXiv 2505.05470, eq. 9; 'cps' 2509.05952; 'dance' 2505.07818), at least fp32.
+
+    velocity, latents, prev_sample, noise (B, L, C); sigma, sigma_next, sigma_max (B,), sigma_max being the schedule's
+    second value, which stands in for 1 where 1 - sigma would vanish. Returns prev_sample (B, L, C), log_prob (B,) as
+    the MEAN over L and C, prev_sample_mean (B, L, C), std_dev_t (B,) and sqrt_dt (B,). For 'sde' the noise has standard
+    deviation std_dev_t * sqrt_dt, for the others std_dev_t.
+    """
+    dtype = torch.promote_types(latents.dtype, torch.float32)
+    velocity, latents = velocity.to(dtype), latents.to(dtype)
+    sigma, sigma_next, sigma_max = (s.to(dtype).view(-1, 1, 1) for s in (sigma, sigma_next, sigma_max))
+    dt = sigma_next - sigma
+    sqrt_dt = torch.sqrt(-dt)
+    if sde_type == "sde":
+        std_dev_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * noise_level
+        drift = std_dev_t**2 / (2 * sigma) * dt
+        prev_sample_mean = latents * (1 + drift) + velocity * (dt + drift * (1 - sigma))
+        noise_std = std_dev_t * sqrt_dt
+    elif sde_type == "cps":
+        std_dev_t = noise_std = sigma_next * math.sin(noise_level * math.pi / 2)
+        clean, noisy = latents - sigma * velocity, latents + (1 - sigma) * velocity
+        prev_sample_mean = clean * (1 - sigma_next) + noisy * torch.sqrt(sigma_next**2 - std_dev_t**2)
+    elif sde_type == "dance":
+        clean = latents - sigma * velocity
+        score = (latents - (1 - sigma) * clean) / sigma**2
+        prev_sample_mean = latents + dt * velocity + 0.5 * dt * noise_level**2 * score
+        std_dev_t = noise_std = noise_level * sqrt_dt
+    else:
+        raise ValueError(f"sde_type {sde_type!r} is unknown: choose from {', '.join(SDE_TYPES)}")
+
+    if prev_sample is None:
+        prev_sample = prev_sample_mean + noise_std * noise
+    squared_error = (prev_sample.to(dtype).detach() - prev_sample_mean) ** 2
+    if sde_type == "cps":  # its authors leave the Gaussian's scale out
+        log_prob = -squared_error
+    else:
+        log_prob = -squared_error / (2 * noise_std**2) - torch.log(noise_std) - 0.5 * math.log(2 * math.pi)
+    return prev_sample, log_prob.mean(dim=(1, 2)), prev_sample_mean, std_dev_t.flatten(), sqrt_dt.flatten()
+
+
+@torch.no_grad()
+def decode_latents(vae: AutoencoderKLQwenImage, latents: Tensor, *, height: int, width: int) -> Tensor:
+    """Decode packed latents (B, L, C) to images (B, 3, height, width) fp32 in [0, 1], as QwenImagePipeline does."""
+    unpacked = QwenImagePipeline._unpack_latents(latents, height, width, 8).to(vae.dtype)  # (B, 16, 1, H/8, W/8)
+    mean, std = (
+        unpacked.new_tensor(values).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    images = vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+    return (images.float() / 2 + 0.5).clamp(0, 1)

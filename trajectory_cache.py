@@ -1,0 +1,272 @@
+"""Trajectories as memory-mapped `datasets` tables on the CPU: write, open, check, read micro-batches.
+
+    python trajectory_cache.py DIR        describe a cache and verify its checksums
+
+A cache is a folder of shards, one a rank. A shard is three Arrow files and a manifest:
+
+    trajectories-00000.arrow    one row a trajectory: its tensors, sample_index, prompt_id, any plain value
+    prompts-00000.arrow         one row a distinct prompt: its embedding (S, D); prompt_id -1 is the negative one
+    values-00000.arrow          what is known only after all ranks have finished: rewards, advantages
+    manifest-00000.json         schema version, dtypes, the rollout's facts (sigmas, size, model ...), rows, checksums
+
+Tensors are flat typed lists beside a `<name>_shape` column; bf16 and fp16 are stored as int16 bits and bool as uint8,
+since Arrow would convert them. Reading one gives a view of the memory-mapped file: no bytes move until they are used,
+and only the pages that are touched. The views are READ-ONLY: an in-place operation on one kills the process.
+
+Shapes: B samples of a micro-batch, W trained timesteps, L image tokens, C channels, S text tokens, D embedding width.
+"""
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import torch
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
+from torch import Tensor
+
+SCHEMA_VERSION = 1
+NEGATIVE_PROMPT_ID = -1
+STORED_AS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
+PLAIN_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
+
+
+# ----- Writing -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def table_writer(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Give a function that appends one row of tensors and plain values; the file appears whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    writer = None
+
+    def write(row: Mapping[str, Any]) -> None:
+        nonlocal writer
+        if writer is None:  # one record batch a row: larger ones overflow Arrow's 2 GB offsets and cost memory
+            writer = ArrowWriter(features=row_features(row), path=str(temporary), writer_batch_size=1)
+        writer.write(encode_row(row))
+
+    try:
+        yield write
+        if writer is None:
+            raise ValueError(f"{path}: there is no row to write")
+        writer.finalize()
+        writer = None
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if writer is not None:
+            writer.close()
+        temporary.unlink(missing_ok=True)
+
+
+def row_features(row: Mapping[str, Any]) -> Features:
+    """Arrow types of a row, taken from its values."""
+    features = {}
+    for name, value in row.items():
+        if isinstance(value, Tensor):
+            features[name] = List(Value(str(STORED_AS.get(value.dtype, value.dtype)).removeprefix("torch.")))
+            features[f"{name}_shape"] = List(Value("int32"))
+            features[f"{name}_dtype"] = Value("string")
+        else:
+            features[name] = Value(PLAIN_TYPES[type(value)])
+    return Features(features)
+
+
+def encode_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as ArrowWriter takes it: flat numpy arrays of the stored bits, shapes and dtype names."""
+    encoded = {}
+    for name, value in row.items():
+        if isinstance(value, Tensor):
+            value = value.detach().contiguous()
+            encoded[name] = value.view(STORED_AS.get(value.dtype, value.dtype)).flatten().numpy()
+            encoded[f"{name}_shape"] = list(value.shape)
+            encoded[f"{name}_dtype"] = str(value.dtype).removeprefix("torch.")
+        else:
+            encoded[name] = value
+    return encoded
+
+
+def write_manifest(folder: Path, shard: int, facts: Mapping[str, Any]) -> None:
+    """Finish a shard: its manifest is written last, so a shard without one is known to be unfinished."""
+    manifest = dict(facts) | {"schema_version": SCHEMA_VERSION, "shard": shard, "files": {}}
+    for path in sorted(folder.glob(f"*-{shard:05d}.arrow")):
+        rows = Dataset.from_file(str(path)).num_rows
+        manifest["files"][path.name] = {"rows": rows, "bytes": path.stat().st_size, "crc32": file_crc32(path)}
+    temporary = folder / f"manifest-{shard:05d}.tmp"
+    with open(temporary, "w") as file:
+        json.dump(manifest, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / f"manifest-{shard:05d}.json")
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file, read in pieces."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+# ----- Opening -----------------------------------------------------------------------------------------------------
+
+
+class TrajectoryCache(NamedTuple):
+    """An open cache: memory-mapped tables in arrow format, all of them in the order of the shards' rows."""
+
+    facts: dict[str, Any]  # the manifest of the first opened shard
+    trajectories: Dataset
+    prompts: Dataset
+    sample_indices: list[int]  # of each row of trajectories
+    prompt_ids: list[int]  # likewise
+    prompt_rows: dict[int, int]  # prompt_id -> row of prompts
+    values: Dataset | None  # None until the rewards of all ranks are known
+
+
+def open_cache(
+    folder: str | Path, *, shards: Sequence[int] | None = None, verify_checksums: bool = False
+) -> TrajectoryCache:
+    """Open some or all shards of a cache without copying a byte; sizes, row counts and end marks are always checked.
+
+    `verify_checksums` reads every byte (about 4 GiB/s): wanted for a cache of another run. Raises ValueError that
+    names the file at fault.
+    """
+    folder = Path(folder)
+    manifests = sorted(folder.glob("manifest-*.json"))
+    if not manifests:
+        raise ValueError(
+            f"{folder} holds no manifest-*.json: it is no trajectory cache, or its rollout did not finish"
+        )
+    facts = [read_manifest(path) for path in manifests]
+    expected = facts[0]["num_shards"]
+    present = [fact["shard"] for fact in facts]
+    if present != list(range(expected)):
+        raise ValueError(f"{folder} has shards {present} of {expected}: a rank did not finish, roll out again")
+    if shards is not None:
+        facts = [facts[shard] for shard in shards]
+    tables: dict[str, list[Dataset]] = {"trajectories": [], "prompts": [], "values": []}
+    for fact in facts:
+        for name, file_facts in fact["files"].items():
+            tables[name.partition("-")[0]].append(open_table(folder / name, file_facts, verify_checksums))
+    trajectories, prompts = (
+        concatenate_datasets(tables[name]).with_format("arrow") for name in ("trajectories", "prompts")
+    )
+    values = concatenate_datasets(tables["values"]) if len(tables["values"]) == len(facts) else None
+    sample_indices, prompt_ids = (trajectories.data.column(name).to_pylist() for name in ("sample_index", "prompt_id"))
+    prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts.data.column("prompt_id").to_pylist())}
+    return TrajectoryCache(facts[0], trajectories, prompts, sample_indices, prompt_ids, prompt_rows, values)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Load one manifest; raises ValueError where it is no manifest of this version."""
+    try:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not json ({error}): the cache is damaged, roll out again") from error
+    if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
+        found = manifest.get("schema_version") if isinstance(manifest, dict) else None
+        raise ValueError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: roll out again")
+    missing = [key for key in ("shard", "num_shards", "files") if key not in manifest]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: the cache is damaged, roll out again")
+    return manifest
+
+
+def open_table(path: Path, facts: Mapping[str, int], verify_checksum: bool) -> Dataset:
+    """Memory-map one Arrow file after checking what its manifest says of it."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the cache is incomplete, roll out again")
+    size = path.stat().st_size
+    if size != facts["bytes"]:
+        raise ValueError(
+            f"{path} has {size} bytes, its manifest says {facts['bytes']}: the cache is damaged, roll out again"
+        )
+    if verify_checksum and (checksum := file_crc32(path)) != facts["crc32"]:
+        raise ValueError(
+            f"{path} has checksum {checksum}, its manifest says {facts['crc32']}: the cache is damaged, roll out again"
+        )
+    try:
+        table = Dataset.from_file(str(path))
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Arrow stream ({error}): the cache is damaged, roll out again") from error
+    if table.num_rows != facts["rows"]:
+        raise ValueError(
+            f"{path} has {table.num_rows} rows, its manifest says {facts['rows']}: the cache is damaged, roll out again"
+        )
+    return table
+
+
+# ----- Reading -----------------------------------------------------------------------------------------------------
+
+
+def read_tensors(table: Dataset, row: int) -> dict[str, Tensor]:
+    """All tensors of one row as READ-ONLY views of the mapped file; plain columns are left out."""
+    columns = table[row]
+    tensors = {}
+    for name in columns.column_names:
+        if f"{name}_shape" in columns.column_names:
+            bits = torch.from_dlpack(columns[name].chunk(0).flatten())
+            dtype = getattr(torch, columns[f"{name}_dtype"][0].as_py())
+            tensors[name] = bits.view(dtype).view(columns[f"{name}_shape"][0].as_py())
+    return tensors
+
+
+def read_micro_batch(cache: TrajectoryCache, rows: Sequence[int]) -> dict[str, Tensor | list[Tensor]]:
+    """The tensors of some trajectories: what has at most one dimension a row is stacked (B, ...), the rest stays a
+    list of B views of the mapped file."""
+    samples = [read_tensors(cache.trajectories, row) for row in rows]
+    return {
+        name: torch.stack([sample[name] for sample in samples])
+        if first.ndim <= 1
+        else [sample[name] for sample in samples]
+        for name, first in samples[0].items()
+    }
+
+
+def read_prompt_embeds(cache: TrajectoryCache, prompt_id: int) -> Tensor:
+    """The embedding (S, D) of one prompt, a read-only view."""
+    return read_tensors(cache.prompts, cache.prompt_rows[prompt_id])["prompt_embeds"]
+
+
+def read_embeddings(path: Path) -> dict[int, Tensor]:
+    """Embeddings (S, D) by prompt_id of a table that table_writer wrote; read-only views."""
+    table = Dataset.from_file(str(path)).with_format("arrow")
+    prompt_ids = table.data.column("prompt_id").to_pylist()
+    return {prompt_id: read_tensors(table, row)["prompt_embeds"] for row, prompt_id in enumerate(prompt_ids)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Describe a cache, verify its checksums; the exit code is 2 and the message one line where it is damaged."""
+    parser = argparse.ArgumentParser(description="Describe a trajectory cache and verify its checksums.")
+    parser.add_argument("folder", help="folder with manifest-*.json")
+    args = parser.parse_args(argv)
+    try:
+        cache = open_cache(args.folder, verify_checksums=True)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name, value in sorted(cache.facts.items()):
+        if name not in ("files", "shard", "schema_version"):
+            print(f"{name:22} {value}")
+    print(f"{'rows':22} {cache.trajectories.num_rows} trajectories, {cache.prompts.num_rows} prompts")
+    for table in (cache.trajectories, cache.prompts):
+        for name, tensor in read_tensors(table, 0).items():
+            print(f"{name:22} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+    if cache.values is not None:
+        print(f"{'values':22} {', '.join(cache.values.column_names)}")
+    print("all checksums agree")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
