@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from diffusers import QwenImagePipeline
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.utils import make_image_grid
@@ -357,6 +357,8 @@ def train_batch(
                     outputs.append(output)
             if args.return_model_output:
                 kept.append({name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]})
+        if adapters_are_replicated(accelerator):
+            average_gradients(accelerator, trainable)
         grad_norm = accelerator.clip_grad_norm_(trainable, args.max_grad_norm)
         metrics = update_metrics(args, accelerator, records, grad_norm)
         optimizer.step()
@@ -372,20 +374,22 @@ def update_metrics(
     losses, ratio, log_ratio = (
         torch.cat([record[name].flatten() for record in records]) for name in ("policy_loss", "ratio", "log_ratio")
     )
+    deviation = ratio.double() - 1  # the ratio is within 1e-3 of 1, where fp32 squares lose its spread
     above, below = ratio > 1 + args.clip_range, ratio < 1 - args.clip_range
     means = {
         "policy_loss": losses.mean(),
-        "ratio_mean": ratio.mean(),
-        "ratio_square": (ratio**2).mean(),
+        "ratio_mean": deviation.mean(),
+        "ratio_square": (deviation**2).mean(),
         "approx_kl": 0.5 * (log_ratio**2).mean(),
         "clipfrac": (above | below).float().mean(),
         "clipfrac_gt_one": above.float().mean(),
         "clipfrac_lt_one": below.float().mean(),
     }
-    values = accelerator.reduce(torch.stack(list(means.values())).double(), "mean").tolist()
+    values = accelerator.reduce(torch.stack([mean.double() for mean in means.values()]), "mean").tolist()
     metrics = dict(zip(means, values, strict=True))
     metrics["ratio_std"] = max(0.0, metrics.pop("ratio_square") - metrics["ratio_mean"] ** 2) ** 0.5
-    metrics["ratio_max_dev"] = accelerator.gather((ratio - 1).abs().max()).max().item()
+    metrics["ratio_mean"] += 1
+    metrics["ratio_max_dev"] = accelerator.gather(deviation.abs().max()).max().item()
     metrics["grad_norm"] = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
     for name, value in metrics.items():
         if not math.isfinite(value):
@@ -598,6 +602,37 @@ def make_accelerator() -> Accelerator:
     return Accelerator(fsdp_plugin=plugin)
 
 
+def prepare_policy(
+    accelerator: Accelerator, transformer: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
+    """accelerator.prepare for a model with adapters; also returns the parameters that train.
+
+    FSDP (version 1) cannot mix fp32 adapters with a bf16 base in a flat parameter: there the adapters stay whole on
+    every rank, and `average_gradients` does for them what DDP does.
+    """
+    if adapters_are_replicated(accelerator):
+        adapters = [
+            m for name, m in transformer.named_modules() if name.rpartition(".")[0].endswith(("lora_A", "lora_B"))
+        ]
+        for module in adapters:
+            module.to(accelerator.device)
+        accelerator.state.fsdp_plugin.ignored_modules = adapters
+    transformer, optimizer = accelerator.prepare(transformer, optimizer)
+    return transformer, optimizer, [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+
+
+def adapters_are_replicated(accelerator: Accelerator) -> bool:
+    """True where no wrapper averages the adapters' gradients over the ranks."""
+    return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+
+
+def average_gradients(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
+    """Mean of the gradients over all ranks, as one message."""
+    flat = accelerator.reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]), "mean")
+    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad.copy_(gradient.view_as(parameter))
+
+
 def main(args: argparse.Namespace) -> None:
     """Train; the sections of an epoch are the docstring's."""
     output_dir = Path(args.output_dir)
@@ -622,6 +657,7 @@ def main(args: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     if accelerator.is_main_process:
         start_run_folder(args)
+    output_dir.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
 
     # ----- Sizes: N samples an epoch in U x K batches of B, see prompts.py.
@@ -678,8 +714,7 @@ def main(args: argparse.Namespace) -> None:
         num_training_steps=args.num_train_epochs * num_updates * args.num_inner_epochs,
     )
     census = parameter_census(transformer)
-    transformer, optimizer = accelerator.prepare(transformer, optimizer)
-    trainable = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    transformer, optimizer, trainable = prepare_policy(accelerator, transformer, optimizer)
     sigmas, eval_sigmas = (
         get_sigmas(pipeline.scheduler, steps, height=args.resolution, width=args.resolution)
         for steps in (args.num_inference_steps, args.eval_num_inference_steps)
@@ -737,9 +772,7 @@ def main(args: argparse.Namespace) -> None:
         )
         prompt_ids = sample_prompts(epoch)
         folder = output_dir / f"trajectories/epoch-{epoch:05d}"
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True)
-        accelerator.wait_for_everyone()
+        folder.mkdir(parents=True, exist_ok=True)  # by every rank: the folder may be on each node's own disk
         vae.to(device)
         scores = write_rollout(
             predict,
@@ -811,7 +844,7 @@ def main(args: argparse.Namespace) -> None:
         log_metrics(args, accelerator, {"epoch": epoch, "step": global_step, **rollout_metrics})
         progress.set_postfix(reward=f"{rollout_metrics['rollout/reward_mean']:.4g}")
         expired = output_dir / f"trajectories/epoch-{epoch - args.keep_trajectories:05d}"
-        if accelerator.is_main_process and expired.is_dir():
+        if accelerator.is_local_main_process and expired.is_dir():
             shutil.rmtree(expired)
         if args.eval_epochs and ((epoch + 1) % args.eval_epochs == 0 or epoch + 1 == args.num_train_epochs):
             run_evaluation(epoch + 1)

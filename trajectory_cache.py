@@ -136,24 +136,25 @@ class TrajectoryCache(NamedTuple):
 def open_cache(
     folder: str | Path, *, shards: Sequence[int] | None = None, verify_checksums: bool = False
 ) -> TrajectoryCache:
-    """Open some or all shards of a cache without copying a byte; sizes, row counts and end marks are always checked.
+    """Open all shards of a cache, or those named, without copying a byte; sizes, row counts and end marks are always checked.
 
     `verify_checksums` reads every byte (about 4 GiB/s): wanted for a cache of another run. Raises ValueError that
     names the file at fault.
     """
     folder = Path(folder)
-    manifests = sorted(folder.glob("manifest-*.json"))
-    if not manifests:
-        raise ValueError(
-            f"{folder} holds no manifest-*.json: it is no trajectory cache, or its rollout did not finish"
-        )
-    facts = [read_manifest(path) for path in manifests]
-    expected = facts[0]["num_shards"]
-    present = [fact["shard"] for fact in facts]
-    if present != list(range(expected)):
-        raise ValueError(f"{folder} has shards {present} of {expected}: a rank did not finish, roll out again")
-    if shards is not None:
-        facts = [facts[shard] for shard in shards]
+    if shards is None:
+        facts = [read_manifest(path) for path in sorted(folder.glob("manifest-*.json"))]
+        if not facts:
+            raise ValueError(
+                f"{folder} holds no manifest-*.json: it is no trajectory cache, or its rollout did not finish"
+            )
+        present = [fact["shard"] for fact in facts]
+        if present != list(range(facts[0]["num_shards"])):
+            raise ValueError(
+                f"{folder} has shards {present} of {facts[0]['num_shards']}: a rank did not finish, roll out again"
+            )
+    else:
+        facts = [read_manifest(folder / f"manifest-{shard:05d}.json") for shard in shards]
     tables: dict[str, list[Dataset]] = {"trajectories": [], "prompts": [], "values": []}
     for fact in facts:
         for name, file_facts in fact["files"].items():
@@ -169,6 +170,8 @@ def open_cache(
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Load one manifest; raises ValueError where it is no manifest of this version."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the cache is incomplete, roll out again")
     try:
         manifest = json.loads(path.read_text())
     except ValueError as error:
