@@ -54,8 +54,8 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "tra
                 table = load_dataset(name_or_path, split=split)
         except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
             raise ValueError(
-                f"--prompts {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl file, "
-                "a data set's folder or its name"
+                f"--prompts {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl "
+                "file, a data set's folder or its name"
             ) from error
         if column not in table.column_names:
             raise ValueError(

@@ -166,7 +166,7 @@ def unused_modules(num_layers: int) -> str:
 def check_lora_targets(
     pretrained_model_name_or_path: str, target_modules: Sequence[str], *, revision: str | None = None
 ) -> None:
-    """Raise ValueError for a target that matches no linear layer; reads the config and builds the model without memory."""
+    """Raise ValueError for a target that matches no linear layer, after building the model without its weights."""
     config = QwenImageTransformer2DModel.load_config(
         pretrained_model_name_or_path, subfolder="transformer", revision=revision
     )
@@ -247,7 +247,7 @@ def export_lora(folder: str | Path, state_dict: dict[str, Tensor], lora_config: 
 def encode_prompts(
     pipeline: QwenImagePipeline, prompts: Sequence[str], *, device: torch.device, max_sequence_length: int
 ) -> list[Tensor]:
-    """Encode one prompt at a time, so that its embedding does not depend on its neighbours. Returns (S_i, D) on the CPU."""
+    """Encode one prompt at a time, so that none depends on its neighbours' length. Returns (S_i, D) on the CPU."""
     embeddings = []
     for prompt in prompts:
         prompt_embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=max_sequence_length)
@@ -379,12 +379,12 @@ def sde_step_with_logprob(
     prev_sample: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One reverse-time SDE step (FlowGRPO, arXiv 2505.05470, eq. 9; 'cps' 2509.05952; 'dance' 2505.07818), at least fp32.
+    """One reverse-time SDE step with its log-prob (arXiv 2505.05470 eq. 9; 'cps' 2509.05952; 'dance' 2505.07818).
 
     velocity, latents, prev_sample, noise (B, L, C); sigma, sigma_next, sigma_max (B,), sigma_max being the schedule's
     second value, which stands in for 1 where 1 - sigma would vanish. Returns prev_sample (B, L, C), log_prob (B,) as
-    the MEAN over L and C, prev_sample_mean (B, L, C), std_dev_t (B,) and sqrt_dt (B,). For 'sde' the noise has standard
-    deviation std_dev_t * sqrt_dt, for the others std_dev_t.
+    the MEAN over L and C, prev_sample_mean (B, L, C), std_dev_t (B,) and sqrt_dt (B,). For 'sde' the noise has
+    standard deviation std_dev_t * sqrt_dt, for the others std_dev_t. Computed in fp32 or, given float64, in that.
     """
     dtype = torch.promote_types(latents.dtype, torch.float32)
     velocity, latents = velocity.to(dtype), latents.to(dtype)

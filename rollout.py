@@ -115,7 +115,7 @@ def write_rollout(
     """Sample one rank's batches, write its trajectories and prompts tables, and return each reward's values.
 
     batches lists the epoch's sample numbers of each batch; prompt_ids gives the prompt of every sample of the epoch;
-    seed_words is (seed, epoch). predict(latents, timesteps, **conditions) is the policy. `fields` are the tensors kept.
+    seed_words is (seed, epoch). predict(latents, timesteps, **conditions) is the policy; `fields` are kept on disk.
     """
     device = next(vae.parameters()).device
     scores: dict[str, list[float]] = {name: [] for name in rewards}

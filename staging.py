@@ -83,7 +83,8 @@ def validate_batch(batch: Mapping[str, Field], fields: StepFields) -> int:
                 raise ValueError(f"field {name!r} requires grad: step inputs are data, detach it")
             if row.shape[1:] != rows[0].shape[1:] or row.dtype != rows[0].dtype:
                 raise ValueError(
-                    f"field {name!r} mixes rows of {tuple(rows[0].shape)} {rows[0].dtype} and {tuple(row.shape)} {row.dtype}"
+                    f"field {name!r} mixes rows of {tuple(rows[0].shape)} {rows[0].dtype} "
+                    f"and {tuple(row.shape)} {row.dtype}"
                 )
         listed = isinstance(field, list)
         if name in fields.per_step:
@@ -132,8 +133,8 @@ def check_supported(environment: Mapping[str, str]) -> None:
         size = environment.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size not in ("", "1"):
             raise ValueError(
-                f"context, sequence and tensor parallelism are not supported (PARALLELISM_CONFIG_{kind}_SIZE is {size}): "
-                f"set parallelism_config_{kind.lower()}_size to 1"
+                "context, sequence and tensor parallelism are not supported "
+                f"(PARALLELISM_CONFIG_{kind}_SIZE is {size}): set parallelism_config_{kind.lower()}_size to 1"
             )
 
 
@@ -162,7 +163,7 @@ def iterate_timesteps(
     chunk: int = 1,
     prefetch: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the inputs of `chunk` consecutive timesteps: shared fields (B, ...), per-step fields (B, K + window - 1, ...).
+    """Yield the inputs of K = `chunk` timesteps: shared fields (B, ...), per-step fields (B, K + window - 1, ...).
 
     Not staged, the whole micro-batch is copied to the device once and a step is a view of it. Staged, a step's entries
     are gathered on the CPU and copied when it is asked for; its dict is emptied before the next one is copied, and
@@ -210,7 +211,7 @@ def prefetched_steps(
     device: torch.device,
     prefetch: int,
 ) -> Iterator[dict[str, Tensor]]:
-    """Copy up to `prefetch` steps ahead on a side stream through prefetch + 1 fixed slots of pinned and device memory."""
+    """Copy up to `prefetch` steps ahead on a side stream, through fixed slots of pinned and device memory."""
     copy_stream, compute_stream = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     copy_stream.wait_stream(compute_stream)  # fresh device memory may still be read by work queued before
     longest = chunks[0][1] - chunks[0][0]

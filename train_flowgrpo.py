@@ -192,7 +192,8 @@ def check_args(args: argparse.Namespace, *, world_size: int) -> None:
     positive = (
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
         "clip_range", "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size",
-        "num_train_epochs", "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
+        "num_train_epochs", "learning_rate", "max_grad_norm", "timesteps_per_forward",
+        "eval_num_inference_steps", "keep_trajectories",
     )  # fmt: skip
     for name in positive:
         if not getattr(args, name) > 0:
@@ -418,7 +419,7 @@ def evaluate(
     rewards: Mapping[str, Callable],
     grid_path: Path,
 ) -> dict[str, float]:
-    """ODE images of the fixed prompts from fixed seeds: mean rewards over all, and a grid of the first 16 to look at."""
+    """ODE images of the fixed prompts from fixed seeds: mean rewards over all, and a grid of the first 16."""
     size, world_size = args.train_batch_size, accelerator.num_processes
     num_images, num_rounds = len(prompts), math.ceil(len(prompts) / (size * world_size))
     scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Peak memory and time of one update with and without timestep staging, on SPEC-sized inputs and the scripts' own code.
+"""Peak memory and time of one update with and without timestep staging, by the scripts' own train_batch.
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 benchmarks/staging_grid.py
     accelerate launch --config_file accelerate_configs/fsdp.yaml --num_processes 2 benchmarks/staging_grid.py
@@ -206,7 +206,8 @@ def main() -> None:
             facts |= {
                 "profile": profile, "algorithm": "flow_grpo", "arm": arm, "timesteps": num_timesteps,
                 "cfg": "batched" if options.cfg_batched else "two_pass", "lora_dtype": options.lora_dtype,
-                "step_input_mib": inputs / 2**20, "device": torch.cuda.get_device_name() if dtype == torch.bfloat16 and torch.cuda.is_available() else "cpu",
+                "step_input_mib": inputs / 2**20, 
+                "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
                 "repeats": repeats,
             }  # fmt: skip
             if accelerator.is_main_process:
@@ -214,8 +215,8 @@ def main() -> None:
                 (output_dir / f"{name}.tmp").write_text(json.dumps(facts, indent=1) + "\n")
                 os.replace(output_dir / f"{name}.tmp", output_dir / name)
             accelerator.print(
-                f"{profile} T={num_timesteps:2d} {arm:3s} start {facts['start_mib']:7.2f} peak {facts['peak_mib']:7.2f} MiB "
-                f"step inputs {facts['step_input_mib']:6.2f} MiB {facts['seconds']:7.3f} s "
+                f"{profile} T={num_timesteps:2d} {arm:3s} start {facts['start_mib']:7.2f} "
+                f"peak {facts['peak_mib']:7.2f} MiB step inputs {facts['step_input_mib']:6.2f} MiB {facts['seconds']:7.3f} s "
                 f"loss {facts['policy_loss']:.6e} grad norm {facts['grad_norm']:.6e}"
             )
     accelerator.wait_for_everyone()
