@@ -7,7 +7,7 @@ number of ranks, and no trajectory ever moves from the rank that made it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,19 @@ def epoch_prompt_ids(num_prompts: int, prompts_per_epoch: int, *, seed: int, epo
     return ids
 
 
+def epoch_samples(
+    num_prompts: int, prompts_per_epoch: int, images_per_prompt: int, *, seed: int, epoch: int
+) -> list[int]:
+    """The prompt id of each of an epoch's N samples, the images of a prompt side by side."""
+    ids = epoch_prompt_ids(num_prompts, prompts_per_epoch, seed=seed, epoch=epoch)
+    return [prompt_id for prompt_id in ids for _ in range(images_per_prompt)]
+
+
+def batch_samples(batch: int, batch_size: int) -> list[int]:
+    """The sample numbers of a batch."""
+    return list(range(batch * batch_size, (batch + 1) * batch_size))
+
+
 def rank_batches(num_updates: int, batches_per_update: int, *, rank: int, world_size: int) -> list[int]:
     """The batches a rank samples and trains on: columns rank, rank + world_size, ... of the U x K table."""
     return [
@@ -118,3 +131,13 @@ def update_plan(
     table = np.arange(num_updates * batches_per_update).reshape(num_updates, batches_per_update)
     table = np.random.default_rng(tuple(seed_words)).permuted(table, axis=0)
     return table[:, rank::world_size].tolist()
+
+
+def fill_batches(plans: Sequence[Sequence[int]], wanted: Mapping[int, bool], rank: int) -> list[int]:
+    """Of each rank's batches of one update, run the wanted ones, and fill up so that all ranks run the same number.
+
+    plans[r] lists rank r's batches, wanted[b] says whether batch b is of use. Returns this rank's batches in order.
+    """
+    number = max(sum(wanted[batch] for batch in plan) for plan in plans)
+    ranked = sorted(plans[rank], key=lambda batch: not wanted[batch])[:number]
+    return [batch for batch in plans[rank] if batch in ranked]

@@ -9,7 +9,9 @@ D width of a text embedding. sigma runs from 1 (noise) to 0 (image); velocity v 
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +23,10 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
@@ -45,16 +48,14 @@ def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | 
     if Path(pretrained_model_name_or_path).is_dir():
         index = Path(pretrained_model_name_or_path) / "model_index.json"
         if not index.is_file():
-            raise ValueError(
-                f"{pretrained_model_name_or_path} holds no model_index.json: name a diffusers pipeline folder"
-            )
+            raise ValueError(f"{pretrained_model_name_or_path} holds no model_index.json: name a pipeline's folder")
     else:
         try:
             index = hf_hub_download(pretrained_model_name_or_path, "model_index.json", revision=revision)
         except (OSError, ValueError) as error:  # hub errors are OSErrors, a malformed name is a ValueError
             raise ValueError(
-                f"{pretrained_model_name_or_path} is neither a folder nor a model the hub gives "
-                f"({type(error).__name__}): check the name, or download it first and name the folder"
+                f"{pretrained_model_name_or_path} is neither a folder nor a model that the hub gives "
+                f"({type(error).__name__}): check the name, or download it and name the folder"
             ) from error
     class_name = json.loads(Path(index).read_text())["_class_name"]
     if class_name != "QwenImagePipeline":
@@ -64,17 +65,31 @@ def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | 
         )
 
 
-def load_pipeline(
-    pretrained_model_name_or_path: str,
-    *,
-    dtype: torch.dtype,
-    revision: str | None = None,
-    components: Iterable[str] = (),
-) -> QwenImagePipeline:
-    """Load the pipeline on the CPU, frozen and in eval mode; `components` that are named are left out (None)."""
-    pipeline = QwenImagePipeline.from_pretrained(
-        pretrained_model_name_or_path, torch_dtype=dtype, revision=revision, **dict.fromkeys(components)
-    )
+def local_pipeline_folder(
+    pretrained_model_name_or_path: str, *, revision: str | None = None, subfolders: Sequence[str]
+) -> Path:
+    """The pipeline's folder on disk; of a hub model the named subfolders are downloaded if they are not there yet."""
+    if Path(pretrained_model_name_or_path).is_dir():
+        return Path(pretrained_model_name_or_path)
+    patterns = ["model_index.json", *(f"{subfolder}/*" for subfolder in subfolders)]
+    return Path(snapshot_download(pretrained_model_name_or_path, revision=revision, allow_patterns=patterns))
+
+
+def transformer_fingerprint(folder: Path) -> str:
+    """Tells one transformer from another by its configuration and output layer, without loading it."""
+    config = json.loads((folder / "transformer/config.json").read_text())
+    checksum = zlib.crc32(json.dumps({k: v for k, v in sorted(config.items()) if not k.startswith("_")}).encode())
+    for path in sorted((folder / "transformer").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            if "proj_out.weight" in tensors.keys():  # noqa: SIM118, a safe_open handle is no dict
+                weight = tensors.get_tensor("proj_out.weight").contiguous()
+                return f"{zlib.crc32(weight.view(torch.uint8).numpy(), checksum):08x}"
+    raise ValueError(f"{folder}/transformer holds no safetensors file with proj_out.weight: download the model again")
+
+
+def load_pipeline(folder: Path, *, dtype: torch.dtype, leave_out: Sequence[str] = ()) -> QwenImagePipeline:
+    """Load a pipeline on the CPU, frozen and in eval mode; components that are left out are None."""
+    pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=dtype, **dict.fromkeys(leave_out))
     for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
         if module is not None:
             module.requires_grad_(False).eval()
@@ -163,13 +178,9 @@ def unused_modules(num_layers: int) -> str:
     return rf"transformer_blocks\.{num_layers - 1}\.(attn\.to_add_out|txt_mlp\.net\.(0\.proj|2))"
 
 
-def check_lora_targets(
-    pretrained_model_name_or_path: str, target_modules: Sequence[str], *, revision: str | None = None
-) -> None:
+def check_lora_targets(folder: Path, target_modules: Sequence[str]) -> None:
     """Raise ValueError for a target that matches no linear layer, after building the model without its weights."""
-    config = QwenImageTransformer2DModel.load_config(
-        pretrained_model_name_or_path, subfolder="transformer", revision=revision
-    )
+    config = QwenImageTransformer2DModel.load_config(folder, subfolder="transformer")
     with torch.device("meta"):
         transformer = QwenImageTransformer2DModel.from_config(config)
     names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
@@ -207,9 +218,37 @@ def add_lora(
             parameter.data = parameter.data.to(dtype)
 
 
+def train_all_used(transformer: QwenImageTransformer2DModel) -> None:
+    """Make all weights trainable but those that never reach the image, which would have no gradient."""
+    unused = re.compile(unused_modules(transformer.config.num_layers))
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(unused.fullmatch(name.rpartition(".")[0]) is None)
+
+
+def parameter_census(model: nn.Module) -> str:
+    """Parameters by dtype and whether they train, e.g. `338,400 frozen float32, 49,152 trainable float32`."""
+    counts: dict[str, int] = {}
+    for parameter in model.parameters():
+        kind = f"{'trainable' if parameter.requires_grad else 'frozen'} {str(parameter.dtype).removeprefix('torch.')}"
+        counts[kind] = counts.get(kind, 0) + parameter.numel()
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+
+
 def lora_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
     """The layers that carry adapters; list them once, since walking 60 blocks for every switch costs milliseconds."""
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+
+
+@contextmanager
+def adapters_off(layers: Sequence[BaseTunerLayer]) -> Iterator[None]:
+    """Run the base model. peft's own switch also changes requires_grad, which sharding wrappers do not survive."""
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def adapter_state_dict(

@@ -108,6 +108,28 @@ def group_advantages(rewards: Tensor, prompt_ids: Tensor, *, global_std: bool, e
     return (centred / (std + eps)).float()
 
 
+def reward_metrics(table: Tensor, names: Sequence[str], total: Tensor, groups: Tensor) -> dict[str, float]:
+    """Means and spreads of an epoch's rewards: table (N, R), weighted total (N,), prompt ids (N,)."""
+    _, group = torch.unique(groups, return_inverse=True)
+    stds = torch.stack([total[group == index].std(correction=0) for index in range(int(group.max()) + 1)])
+    metrics = {
+        "rollout/reward_mean": total.mean().item(),
+        "rollout/reward_std": total.std(correction=0).item(),
+        "rollout/reward_std_mean": stds.mean().item(),
+        "rollout/zero_std_ratio": constant_groups(total, group).float().mean().item(),
+    }
+    for column, name in enumerate(names):
+        metrics[f"rollout/{name}_mean"] = table[:, column].mean().item()
+        metrics[f"rollout/{name}_std"] = table[:, column].std(correction=0).item()
+    return metrics
+
+
+def has_signal(rewards: Tensor, prompt_ids: Tensor) -> Tensor:
+    """(N,) bool: True for samples whose group's rewards are not all equal."""
+    _, group = torch.unique(prompt_ids, return_inverse=True)
+    return ~constant_groups(rewards, group)[group]
+
+
 def constant_groups(rewards: Tensor, group: Tensor) -> Tensor:
     """(number of groups,) bool: True where all rewards of a group are equal. group (N,) holds indices from 0."""
     num_groups = int(group.max()) + 1

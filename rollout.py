@@ -3,20 +3,41 @@
 Shapes: B samples of a batch, N denoising steps, W trained steps (the SDE window), L image tokens, C channels.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.utils import make_image_grid
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from qwen_image import PIXELS_PER_TOKEN, decode_latents, prompt_conditions, sde_step_with_logprob, seeded_noise
-from rewards import RewardFunction, score_images
-from trajectory_cache import NEGATIVE_PROMPT_ID, table_writer
+from qwen_image import (
+    PIXELS_PER_TOKEN,
+    decode_latents,
+    encode_prompts,
+    load_pipeline,
+    prompt_conditions,
+    sde_step_with_logprob,
+    seeded_noise,
+)
+from rewards import RewardFunction, score_images, to_pil
+from trajectory_cache import (
+    NEGATIVE_PROMPT_ID,
+    TrajectoryCache,
+    read_embeddings,
+    read_micro_batch,
+    read_prompt_embeds,
+    table_writer,
+)
 
 # The streams of random numbers that one sample draws from; each is a function of (seed, epoch, sample, stream).
 INITIAL_NOISE, STEP_NOISE = 0, 1
+EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
 
 
 def draw_sde_window(
@@ -110,14 +131,15 @@ def write_rollout(
     noise_level: float,
     seed_words: tuple[int, int],
     fields: Sequence[str],
-    progress: Callable[[], Any],
-) -> dict[str, list[float]]:
-    """Sample one rank's batches, write its trajectories and prompts tables, and return each reward's values.
+    show_progress: bool = False,
+) -> Tensor:
+    """Sample one rank's batches, write its trajectories and prompts tables, and return their rewards (n, R) float64.
 
     batches lists the epoch's sample numbers of each batch; prompt_ids gives the prompt of every sample of the epoch;
     seed_words is (seed, epoch). predict(latents, timesteps, **conditions) is the policy; `fields` are kept on disk.
     """
     device = next(vae.parameters()).device
+    folder.mkdir(parents=True, exist_ok=True)  # by every rank: the folder may be on each node's own disk
     scores: dict[str, list[float]] = {name: [] for name in rewards}
     used = sorted({prompt_ids[sample] for batch in batches for sample in batch})
     with table_writer(folder / f"prompts-{shard:05d}.arrow") as write:
@@ -128,7 +150,7 @@ def write_rollout(
             write(row | {"prompt_embeds": embeddings[prompt_id]})
 
     with table_writer(folder / f"trajectories-{shard:05d}.arrow") as write:
-        for batch in batches:
+        for batch in tqdm(batches, desc="rollout", leave=False, disable=not show_progress):
             ids = [prompt_ids[sample] for sample in batch]
             trajectories = sample_batch(
                 predict,
@@ -151,8 +173,205 @@ def write_rollout(
             for row, (sample, prompt_id) in enumerate(zip(batch, ids, strict=True)):
                 plain = {"sample_index": sample, "prompt_id": prompt_id}
                 write(plain | {name: trajectories[name][row] for name in fields})
-            progress()
-    return scores
+    return torch.tensor(list(scores.values()), dtype=torch.float64).T
+
+
+@torch.no_grad()
+def sample_evaluation(
+    predict: Callable[..., Tensor],
+    *,
+    prompts: Sequence[Mapping[str, Any]],
+    embeddings: Mapping[int, Tensor],
+    negative: Tensor | None,
+    vae: torch.nn.Module,
+    rewards: Mapping[str, RewardFunction],
+    sigmas: Tensor,
+    height: int,
+    width: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """ODE images of M fixed prompts from fixed seeds, this rank's part: rewards (M, R) float64 and the first 16 images
+    (16, 3, height, width) uint8, zero where another rank has them, so that a sum over ranks completes both."""
+    device, num_images = next(vae.parameters()).device, len(prompts)
+    scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
+    grid = torch.zeros(min(16, num_images), 3, height, width, dtype=torch.uint8)
+    for first in range(
+        rank * batch_size,
+        -(-num_images // (batch_size * world_size)) * batch_size * world_size,
+        batch_size * world_size,
+    ):
+        # Every rank makes the same number of rounds; samples past the end are made and dropped.
+        samples = [sample % num_images for sample in range(first, first + batch_size)]
+        trajectories = sample_batch(
+            predict,
+            conditions=prompt_conditions([embeddings[sample] for sample in samples], negative),
+            samples=samples,
+            device=device,
+            sigmas=sigmas,
+            height=height,
+            width=width,
+            seed_words=(seed, EVALUATION),
+        )
+        images = decode_latents(vae, trajectories["latents_clean"].to(device), height=height, width=width).cpu()
+        samples = samples[: max(0, num_images - first)]
+        if not samples:
+            continue
+        rows = [dict(prompts[sample]) for sample in samples]
+        values = score_images(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
+        scores[samples] = torch.tensor(list(values.values()), dtype=torch.float64).T
+        for sample, image in zip(samples, images, strict=False):
+            if sample < len(grid):
+                grid[sample] = (image * 255).round().byte()
+    return scores, grid
+
+
+def save_grid(images: Tensor, path: Path) -> None:
+    """Images (n, 3, H, W) uint8 as one square picture."""
+    columns = math.ceil(len(images) ** 0.5)
+    blank = torch.full_like(images[0], 255)
+    pictures = [to_pil(image / 255) for image in (*images, *[blank] * (-len(images) % columns))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make_image_grid(pictures, rows=len(pictures) // columns, cols=columns).save(path)
+
+
+def write_values(
+    folder: Path,
+    shard: int,
+    samples: Sequence[int],
+    prompt_ids: Sequence[int],
+    table: Tensor,
+    names: Sequence[str],
+    rewards: Tensor,
+    advantages: Tensor,
+) -> None:
+    """The shard's third table, for this rank's samples: each reward, their weighted sum and the advantage.
+
+    table (N, R) float64 holds the R rewards of all samples, prompt_ids, rewards and advantages (N,).
+    """
+    with table_writer(folder / f"values-{shard:05d}.arrow") as write:
+        for sample in samples:
+            row = {"sample_index": sample, "prompt_id": prompt_ids[sample], "reward": rewards[sample].item()}
+            row |= {f"reward_{name}": value for name, value in zip(names, table[sample].tolist(), strict=True)}
+            write(row | {"advantage": advantages[sample].item()})
+
+
+class Sampling(NamedTuple):
+    """What a policy is sampled with besides itself; without a VAE when it trains from a cache."""
+
+    vae: torch.nn.Module | None
+    scheduler: FlowMatchEulerDiscreteScheduler
+    embeddings: dict[int, Tensor]  # (S, D) by prompt id, of the prompts this rank samples
+    eval_embeddings: dict[int, Tensor]
+    negative: Tensor | None
+
+
+def load_models(
+    model_folder: Path,
+    *,
+    dtype: torch.dtype,
+    encode_dtype: torch.dtype,
+    output_dir: Path,
+    rank: int,
+    device: torch.device,
+    texts: Mapping[int, str],
+    eval_texts: Mapping[int, str],
+    negative_prompt: str | None,
+    max_sequence_length: int,
+) -> tuple[QwenImageTransformer2DModel, Sampling]:
+    """Load the pipeline, encode each prompt once into this rank's tables, and drop the text encoder.
+
+    Without texts neither text encoder nor VAE is loaded.
+    """
+    leave_out = () if texts else ("text_encoder", "tokenizer", "vae")
+    pipeline = load_pipeline(model_folder, dtype=dtype, leave_out=leave_out)
+    embeddings, eval_embeddings = {}, {}
+    if texts:
+        pipeline.text_encoder.to(device=device, dtype=encode_dtype)
+        if negative_prompt is not None:
+            texts = {**texts, NEGATIVE_PROMPT_ID: negative_prompt}
+        encode = partial(
+            encode_prompt_table, pipeline=pipeline, device=device, max_sequence_length=max_sequence_length
+        )
+        embeddings = encode(output_dir / f"prompt_embeds-{rank:05d}.arrow", texts=texts)
+        if eval_texts:
+            eval_embeddings = encode(output_dir / f"eval_prompt_embeds-{rank:05d}.arrow", texts=eval_texts)
+        pipeline.text_encoder = None
+    negative = embeddings.pop(NEGATIVE_PROMPT_ID, None)
+    return pipeline.transformer, Sampling(pipeline.vae, pipeline.scheduler, embeddings, eval_embeddings, negative)
+
+
+def encode_prompt_table(
+    path: Path,
+    pipeline: QwenImagePipeline,
+    texts: Mapping[int, str],
+    *,
+    device: torch.device,
+    max_sequence_length: int,
+) -> dict[int, Tensor]:
+    """Encode prompts once into a memory-mapped table; returns read-only views (S, D) by prompt id."""
+    with table_writer(path) as write:
+        for prompt_id, text in tqdm(texts.items(), desc="encode prompts", disable=None, leave=False):
+            (embedding,) = encode_prompts(pipeline, [text], device=device, max_sequence_length=max_sequence_length)
+            write({"prompt_id": prompt_id, "prompt_embeds": embedding})
+    return read_embeddings(path)
+
+
+def check_cache(
+    cache: TrajectoryCache, expected: Mapping[str, Any], *, batch_size: int, num_updates: int, world_size: int
+) -> None:
+    """Refuse a cache that a run cannot train from. `expected` holds what its manifest must agree with.
+
+    Raises ValueError naming both values and what to do.
+    """
+    for name, value in expected.items():
+        found = cache.facts.get(name)
+        same = found == value
+        if isinstance(value, list) and isinstance(found, list) and len(value) == len(found):
+            same = np.allclose(value, found, rtol=0, atol=1e-6)
+        if not same:
+            raise ValueError(
+                f"the trajectory cache was made with {name} {found}, this run has {value}: make them agree"
+            )
+    samples = sorted(cache.sample_indices)
+    if cache.values is None or "reward" not in cache.values.column_names:
+        raise ValueError("the trajectory cache has no values table with a reward column: write one, see README")
+    if samples != list(range(len(samples))):
+        raise ValueError(
+            f"the trajectory cache's sample_index must count its {len(samples)} rows from 0 without a gap"
+        )
+    if sorted(cache.values["sample_index"][:]) != samples:
+        raise ValueError("the trajectory cache's values table must hold each sample_index of the trajectories once")
+    if len(samples) % (unit := batch_size * world_size * num_updates):
+        raise ValueError(
+            f"the trajectory cache holds {len(samples)} trajectories, which cannot be dealt to {num_updates} updates "
+            f"x {world_size} ranks x batches of {batch_size} = {unit}: change --train_batch_size or "
+            "--num_updates_per_epoch"
+        )
+    unknown = sorted(set(cache.prompt_ids) - set(cache.prompt_rows))
+    if expected["true_cfg_scale"] > 1 and NEGATIVE_PROMPT_ID not in cache.prompt_rows:
+        unknown.append(NEGATIVE_PROMPT_ID)
+    if unknown:
+        raise ValueError(
+            f"the trajectory cache's prompts table lacks prompt_id {unknown[0]} ({NEGATIVE_PROMPT_ID} is the negative "
+            "prompt of true CFG): write its embedding"
+        )
+
+
+def cached_rewards(cache: TrajectoryCache) -> tuple[Tensor, Tensor]:
+    """Rewards (N,) float64 and prompt ids (N,) of a cache's samples, by sample number."""
+    order = torch.tensor(cache.values["sample_index"][:]).argsort()
+    rewards = torch.tensor(cache.values["reward"][:], dtype=torch.float64)
+    return rewards[order], torch.tensor(cache.values["prompt_id"][:])[order]
+
+
+def load_micro_batch(cache: TrajectoryCache, rows: Sequence[int]) -> dict[str, Any]:
+    """Rows of a cache for an update: views of their trajectories and the conditions, padded as in the rollout."""
+    embeddings = [read_prompt_embeds(cache, cache.prompt_ids[row]) for row in rows]
+    negative = read_prompt_embeds(cache, NEGATIVE_PROMPT_ID) if NEGATIVE_PROMPT_ID in cache.prompt_rows else None
+    return read_micro_batch(cache, rows) | prompt_conditions(embeddings, negative)
 
 
 def sample_batch(

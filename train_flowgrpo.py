@@ -17,67 +17,43 @@ L image tokens, C latent channels, S text tokens, D embedding width.
 """
 
 import argparse
-import json
 import math
 import os
-import shutil
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, set_seed
-from diffusers import QwenImagePipeline
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.optimization import SchedulerType, get_scheduler
-from diffusers.utils import make_image_grid
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from prompts import check_batch_arithmetic, epoch_prompt_ids, load_prompts, rank_batches, update_plan
-from qwen_image import (
-    LORA_TARGETS,
-    PIXELS_PER_TOKEN,
-    SDE_TYPES,
-    adapter_state_dict,
-    add_lora,
-    check_lora_targets,
-    check_pipeline_class,
-    decode_latents,
-    encode_prompts,
-    export_lora,
-    get_sigmas,
-    load_pipeline,
-    predict_velocity,
-    prompt_conditions,
-    sde_step_with_logprob,
-    tiny_pipeline,
-)
-from rewards import constant_groups, group_advantages, load_reward, score_images, to_pil
-from rollout import draw_sde_window, sample_batch, write_rollout
+import qwen_image
+import rewards as reward_functions
+import rollout
+import run_folder
+import sharding
+from prompts import batch_samples, check_batch_arithmetic, epoch_samples, fill_batches, load_prompts, rank_batches
+from prompts import update_plan as plan_updates
+from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, SDE_TYPES, get_sigmas, predict_velocity, sde_step_with_logprob
+from rewards import group_advantages, has_signal, reward_metrics
 from staging import CONDITIONS, FLOWGRPO_FIELDS, check_supported, iterate_timesteps, step_input_bytes, validate_batch
-from trajectory_cache import (
-    NEGATIVE_PROMPT_ID,
-    TrajectoryCache,
-    open_cache,
-    read_embeddings,
-    read_micro_batch,
-    read_prompt_embeds,
-    table_writer,
-    write_manifest,
-)
+from trajectory_cache import TrajectoryCache, open_cache, write_manifest
 
 HERE = Path(__file__).resolve().parent
+POLICY_LOSSES = ("clip", "grpo_guard")
+NEEDS_OLD_MEAN = ("grpo_guard",)  # losses that compare with the rollout's mean of x_{t+1}
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
+FORWARD_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
@@ -107,6 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = group.add_argument
     add("--pretrained_model_name_or_path", help="hub name or folder of a QwenImagePipeline; none: the demo model")
     add("--revision", help="branch, tag or commit of the hub model")
+    add("--use_lora", action=flag, default=True, help="train an adapter; --no-use_lora trains all weights")
     add("--rank", type=int, default=64, help="rank of the LoRA matrices")
     add("--lora_alpha", type=int, default=128, help="the adapter is scaled by lora_alpha / rank")
     add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
@@ -142,9 +119,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--reward_funcs", nargs="+", default=["jpeg_compressibility"], help="names in rewards.py or module.py:function"
     )
     add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
+    add("--drop_zero_std_groups", action=flag, default=False, help="leave prompts whose rewards are all equal out")
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
 
     add = parser.add_argument_group("algorithm").add_argument
+    add("--policy_loss", choices=POLICY_LOSSES, default="clip", help="PPO's clip, or GRPO-Guard's normalised ratio")
+    add("--kl_beta", type=float, default=0.0, help="weight of the KL to the base model; 0 runs no reference forward")
     add("--clip_range", type=float, default=1e-4, help="ratios are clipped to 1 +- this; log-probs are means, so tiny")
     add("--adv_clip_max", type=float, default=5.0, help="advantages are clipped to +- this")
     add(
@@ -178,7 +158,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--eval_epochs", type=int, default=10, help="evaluate every so many epochs, before the first too; 0: never")
     add("--eval_num_inference_steps", type=int, default=50, help="ODE steps of the evaluation")
+    add("--trajectory_cache", help="train from this cache of rollout.py or another program instead of rolling out")
+    add("--verify_cache", action="store_true", help="verify the checksums of this run's own caches too")
     add("--keep_trajectories", type=int, default=1, help="epochs whose trajectory caches stay on disk")
+    add(
+        "--checkpointing_steps",
+        type=int,
+        default=20,
+        help="checkpoint at the first epoch's end past each multiple; 0: never",
+    )
+    add("--checkpoints_total_limit", type=int, default=2, help="older checkpoints are deleted")
+    add("--resume_from_checkpoint", help="`latest` or a checkpoint's folder, with the same command otherwise")
+    add("--report_to", default="none", choices=("none", *TRACKERS), help="tracker besides metrics.jsonl")
     add("--output_dir", default="runs/flowgrpo", help="run folder: adapter, metrics.jsonl, grids, caches, code")
     add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
 
@@ -193,12 +184,20 @@ def check_args(args: argparse.Namespace, *, world_size: int) -> None:
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
         "clip_range", "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size",
         "num_train_epochs", "learning_rate", "max_grad_norm", "timesteps_per_forward",
-        "eval_num_inference_steps", "keep_trajectories",
+        "eval_num_inference_steps", "keep_trajectories", "checkpoints_total_limit",
     )  # fmt: skip
     for name in positive:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    for name in ("seed", "staging_prefetch", "sde_window_size", "eval_epochs", "lr_warmup_steps"):
+    for name in (
+        "seed",
+        "staging_prefetch",
+        "sde_window_size",
+        "eval_epochs",
+        "lr_warmup_steps",
+        "kl_beta",
+        "checkpointing_steps",
+    ):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
     if args.resolution % PIXELS_PER_TOKEN:
@@ -231,13 +230,25 @@ def check_args(args: argparse.Namespace, *, world_size: int) -> None:
         )
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
-    check_batch_arithmetic(
-        num_prompts=args.num_prompts_per_epoch,
-        images_per_prompt=args.num_images_per_prompt,
-        batch_size=args.train_batch_size,
-        world_size=world_size,
-        num_updates=args.num_updates_per_epoch,
-    )
+    if args.kl_beta and not args.use_lora:
+        raise ValueError(
+            f"--kl_beta {args.kl_beta} with --no-use_lora: the reference is the model with its adapter off, so it "
+            "needs LoRA; use --use_lora or --kl_beta 0"
+        )
+    if args.policy_loss == "grpo_guard" and args.sde_type != "sde":
+        raise ValueError(
+            f"--policy_loss grpo_guard is defined for --sde_type sde, not {args.sde_type}: change one of them"
+        )
+    if args.report_to != "none" and find_spec(args.report_to) is None:
+        raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
+    if args.trajectory_cache is None:
+        check_batch_arithmetic(
+            num_prompts=args.num_prompts_per_epoch,
+            images_per_prompt=args.num_images_per_prompt,
+            batch_size=args.train_batch_size,
+            world_size=world_size,
+            num_updates=args.num_updates_per_epoch,
+        )
 
 
 # ----- The loss ----------------------------------------------------------------------------------------------------
@@ -251,6 +262,36 @@ def clipped_loss(
     ratio = torch.exp(log_probs - old_log_probs)
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.maximum(-advantages * ratio, -advantages * clipped), ratio
+
+
+def guard_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    prev_sample_mean: Tensor,
+    old_prev_sample_mean: Tensor,
+    std_dev_t: Tensor,
+    sqrt_dt: Tensor,
+    *,
+    clip_range: float,
+    adv_clip_max: float,
+) -> tuple[Tensor, Tensor]:
+    """GRPO-Guard (arXiv 2510.22319): the ratio freed of its bias and scaled to the same spread at every timestep.
+
+    All (B, K) but the means, (B, K, L, C). Returns losses and ratios (B, K).
+    """
+    noise_std = sqrt_dt * std_dev_t
+    bias = ((prev_sample_mean - old_prev_sample_mean) ** 2).mean(dim=(-2, -1)) / (2 * noise_std**2)
+    log_ratio = (log_probs - old_log_probs + bias) * noise_std
+    losses, ratio = clipped_loss(
+        log_ratio, torch.zeros_like(log_ratio), advantages, clip_range=clip_range, adv_clip_max=adv_clip_max
+    )
+    return losses / sqrt_dt**2, ratio
+
+
+def kl_to_reference(prev_sample_mean: Tensor, ref_prev_sample_mean: Tensor, std_dev_t: Tensor) -> Tensor:
+    """KL of one step to the base model per sample (B, K), from means (B, K, L, C); without dt, as flow_grpo has it."""
+    return ((prev_sample_mean - ref_prev_sample_mean) ** 2).mean(dim=(-2, -1)) / (2 * std_dev_t**2)
 
 
 # ----- One update --------------------------------------------------------------------------------------------------
@@ -286,7 +327,7 @@ def forward_only(
     args: argparse.Namespace, predict: Callable[..., Tensor], batch: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """All outputs (B, W, ...) of one micro-batch, on the CPU: for old log-probs and reference means; never staged."""
-    with closing(iterate_timesteps(batch, FLOWGRPO_FIELDS, device, staged=False)) as steps:
+    with closing(iterate_timesteps(batch, FORWARD_FIELDS, device, staged=False)) as steps:
         outputs = [forward_timesteps(args, predict, step) for step in steps]
     return {name: torch.cat([output[name] for output in outputs], dim=1).cpu() for name in outputs[0]}
 
@@ -295,6 +336,7 @@ def train_timesteps(
     args: argparse.Namespace,
     accelerator: Accelerator,
     predict: Callable[..., Tensor],
+    predict_reference: Callable[..., Tensor] | None,
     step: Mapping[str, Tensor],
     weight: float,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -302,19 +344,27 @@ def train_timesteps(
 
     A function of its own, so that nothing of a step is alive when the next one is staged.
     """
+    reference_mean = step.get("ref_prev_sample_mean")
+    if args.kl_beta and reference_mean is None:
+        with torch.no_grad():
+            reference_mean = forward_timesteps(args, predict_reference, step)["prev_sample_mean"]
     outputs = forward_timesteps(args, predict, step)
-    losses, ratio = clipped_loss(
-        outputs["log_probs"],
-        step["old_log_probs"],
-        step["advantages"],
-        clip_range=args.clip_range,
-        adv_clip_max=args.adv_clip_max,
-    )
+    limits = {"clip_range": args.clip_range, "adv_clip_max": args.adv_clip_max}
+    log_probs, old_log_probs, advantages = outputs["log_probs"], step["old_log_probs"], step["advantages"]
+    if args.policy_loss == "grpo_guard":
+        means = outputs["prev_sample_mean"], step["old_prev_sample_mean"]
+        scales = outputs["std_dev_t"], outputs["sqrt_dt"]
+        losses, ratio = guard_loss(log_probs, old_log_probs, advantages, *means, *scales, **limits)
+    else:
+        losses, ratio = clipped_loss(log_probs, old_log_probs, advantages, **limits)
     if "rollout_is_weights" in step:
         losses = losses * step["rollout_is_weights"]
     loss = losses.mean()
+    records = {"policy_loss": losses, "ratio": ratio, "log_ratio": log_probs - old_log_probs}
+    if args.kl_beta:
+        records["kl_loss"] = kl_to_reference(outputs["prev_sample_mean"], reference_mean, outputs["std_dev_t"])
+        loss = loss + args.kl_beta * records["kl_loss"].mean()
     accelerator.backward(loss * weight)
-    records = {"policy_loss": losses, "ratio": ratio, "log_ratio": outputs["log_probs"] - step["old_log_probs"]}
     return (
         {name: tensor.detach() for name, tensor in records.items()},
         {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {},
@@ -329,9 +379,14 @@ def train_batch(
     optimizer: torch.optim.Optimizer,
     trainable: Sequence[nn.Parameter],
     micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    predict_reference: Callable[..., Tensor] | None = None,
 ) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
-    """One optimizer step over this rank's micro-batches. Returns metrics over all ranks and, with
-    --return_model_output, the outputs (B, W, ...) of every micro-batch on the device."""
+    """One optimizer step over this rank's micro-batches, of which every rank must have the same number.
+
+    predict(latents, timesteps, **conditions) is the policy, predict_reference the base model, needed with kl_beta.
+    Returns metrics over all ranks and, with --return_model_output, each micro-batch's outputs (B, W, ...).
+    """
     lengths = [validate_batch(batch, FLOWGRPO_FIELDS) for batch in micro_batches]  # all, before the first forward
     records, kept = [], []
     try:
@@ -353,14 +408,12 @@ def train_batch(
                     last = number == len(micro_batches) - 1 and done == length
                     weight = num_timesteps / (len(micro_batches) * length)
                     with nullcontext() if last else accelerator.no_sync(transformer):
-                        record, output = train_timesteps(args, accelerator, predict, step, weight)
+                        record, output = train_timesteps(args, accelerator, predict, predict_reference, step, weight)
                     records.append(record)
                     outputs.append(output)
             if args.return_model_output:
                 kept.append({name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]})
-        if adapters_are_replicated(accelerator):
-            average_gradients(accelerator, trainable)
-        grad_norm = accelerator.clip_grad_norm_(trainable, args.max_grad_norm)
+        grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(args, accelerator, records, grad_norm)
         optimizer.step()
     finally:  # also after an error: the next update starts from clean gradients
@@ -386,12 +439,14 @@ def update_metrics(
         "clipfrac_gt_one": above.float().mean(),
         "clipfrac_lt_one": below.float().mean(),
     }
+    if args.kl_beta:
+        means["kl_loss"] = torch.cat([record["kl_loss"].flatten() for record in records]).mean()
     values = accelerator.reduce(torch.stack([mean.double() for mean in means.values()]), "mean").tolist()
     metrics = dict(zip(means, values, strict=True))
     metrics["ratio_std"] = max(0.0, metrics.pop("ratio_square") - metrics["ratio_mean"] ** 2) ** 0.5
     metrics["ratio_mean"] += 1
     metrics["ratio_max_dev"] = accelerator.gather(deviation.abs().max()).max().item()
-    metrics["grad_norm"] = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
+    metrics["grad_norm"] = grad_norm.item()
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise RuntimeError(
@@ -400,305 +455,155 @@ def update_metrics(
     return metrics
 
 
-EVAL_EPOCH = 2**32 - 1  # the evaluation's own stream of random numbers, far from any training epoch
+# ----- Checks and facts --------------------------------------------------------------------------------------------
 
 
-# ----- Evaluation and export ---------------------------------------------------------------------------------------
+class Inputs(NamedTuple):
+    """All that a run starts from but models, checked."""
+
+    model_folder: Path | None  # None: the demo pipeline, made in the run folder
+    prompts: list[dict[str, Any]]
+    eval_prompts: list[dict[str, Any]]
+    rewards: dict[str, Callable]
+    reward_weights: Tensor  # (R,) float64
+    cache: TrajectoryCache | None  # of --trajectory_cache
+    checkpoint: Path | None
+    state: dict[str, Any] | None  # the checkpoint's counters
+    num_samples: int  # N of an epoch, over all ranks
 
 
-@torch.no_grad()
-def evaluate(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    predict: Callable[..., Tensor],
-    vae: nn.Module,
-    sigmas: Tensor,
-    prompts: Sequence[Mapping[str, Any]],
-    embeddings: Mapping[int, Tensor],
-    negative: Tensor | None,
-    rewards: Mapping[str, Callable],
-    grid_path: Path,
-) -> dict[str, float]:
-    """ODE images of the fixed prompts from fixed seeds: mean rewards over all, and a grid of the first 16."""
-    size, world_size = args.train_batch_size, accelerator.num_processes
-    num_images, num_rounds = len(prompts), math.ceil(len(prompts) / (size * world_size))
-    scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
-    grid = torch.zeros(min(16, num_images), 3, args.resolution, args.resolution, dtype=torch.uint8)
-    for number in range(num_rounds):  # every rank makes the same number of rounds; past the end they are dropped
-        first = (number * world_size + accelerator.process_index) * size
-        samples = [sample % num_images for sample in range(first, first + size)]
-        trajectories = sample_batch(
-            predict,
-            conditions=prompt_conditions([embeddings[sample] for sample in samples], negative),
-            samples=samples,
-            device=accelerator.device,
-            sigmas=sigmas,
-            height=args.resolution,
-            width=args.resolution,
-            seed_words=(args.seed, EVAL_EPOCH),
+def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
+    """Refuse what options, prompts, rewards, caches and checkpoints show to be wrong, before any model is loaded."""
+    check_supported(os.environ)
+    check_args(args, world_size=world_size)
+    online = args.trajectory_cache is None
+    model_folder = None
+    if args.pretrained_model_name_or_path is not None:
+        qwen_image.check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
+        subfolders = ("scheduler", "transformer") + (("text_encoder", "tokenizer", "vae") if online else ())
+        model_folder = qwen_image.local_pipeline_folder(
+            args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
         )
-        latents = trajectories["latents_clean"].to(accelerator.device)
-        images = decode_latents(vae, latents, height=args.resolution, width=args.resolution).cpu()
-        samples = samples[: max(0, num_images - first)]
-        if not samples:
-            continue
-        rows = [dict(prompts[sample]) for sample in samples]
-        values = score_images(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
-        for row, sample in enumerate(samples):
-            scores[sample] = torch.tensor([values[name][row] for name in rewards])
-            if sample < len(grid):
-                grid[sample] = (images[row] * 255).round().byte()
-    scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
-    grid = accelerator.reduce(grid.to(accelerator.device), "sum").cpu()
-    if accelerator.is_main_process:
-        columns = math.ceil(len(grid) ** 0.5)
-        pictures = [to_pil(image / 255) for image in grid]
-        pictures += [to_pil(torch.ones_like(grid[0] / 255))] * (-len(pictures) % columns)
-        grid_path.parent.mkdir(exist_ok=True)
-        make_image_grid(pictures, rows=len(pictures) // columns, cols=columns).save(grid_path)
-    return {f"eval/{name}": value for name, value in zip(rewards, scores.mean(dim=0).tolist(), strict=True)}
-
-
-def gather_adapter(transformer: nn.Module, adapter_name: str = "default") -> dict[str, Tensor]:
-    """The whole adapter on the CPU of every rank; all ranks must call it, since a sharded tensor is gathered."""
-    state_dict = adapter_state_dict(transformer.named_parameters(), adapter_name)
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        for name, tensor in state_dict.items()
-    }
-
-
-# ----- The run's files ---------------------------------------------------------------------------------------------
-
-
-def start_run_folder(args: argparse.Namespace) -> None:
-    """Write args.json with the git commit and a copy of the scripts that run."""
-    output_dir = Path(args.output_dir)
-    (output_dir / "code").mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {"git_commit": commit.stdout.strip() or None, "args": vars(args)}
-    (output_dir / "args.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
-    for path in HERE.glob("*.py"):
-        shutil.copy(path, output_dir / "code")
-
-
-def parameter_census(model: nn.Module) -> str:
-    """Parameters by dtype and whether they train, e.g. `338,400 frozen float32, 49,152 trainable float32`."""
-    counts: dict[str, int] = {}
-    for parameter in model.parameters():
-        kind = f"{'trainable' if parameter.requires_grad else 'frozen'} {str(parameter.dtype).removeprefix('torch.')}"
-        counts[kind] = counts.get(kind, 0) + parameter.numel()
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
-
-
-def reward_metrics(table: Tensor, names: Sequence[str], total: Tensor, groups: Tensor) -> dict[str, float]:
-    """Means and spreads of an epoch's rewards: table (N, R), weighted total (N,), prompt ids (N,)."""
-    _, group = torch.unique(groups, return_inverse=True)
-    stds = torch.stack([total[group == index].std(correction=0) for index in range(int(group.max()) + 1)])
-    metrics = {
-        "rollout/reward_mean": total.mean().item(),
-        "rollout/reward_std": total.std(correction=0).item(),
-        "rollout/reward_std_mean": stds.mean().item(),
-        "rollout/zero_std_ratio": constant_groups(total, group).float().mean().item(),
-    }
-    for column, name in enumerate(names):
-        metrics[f"rollout/{name}_mean"] = table[:, column].mean().item()
-        metrics[f"rollout/{name}_std"] = table[:, column].std(correction=0).item()
-    return metrics
-
-
-def write_values(
-    folder: Path,
-    shard: int,
-    samples: Sequence[int],
-    prompt_ids: Sequence[int],
-    table: Tensor,
-    names: Sequence[str],
-    total: Tensor,
-    advantages: Tensor,
-) -> None:
-    """The shard's third table: rewards and advantages of this rank's samples, in the order of its trajectories."""
-    with table_writer(folder / f"values-{shard:05d}.arrow") as write:
-        for sample in samples:
-            row = {"sample_index": sample, "prompt_id": prompt_ids[sample], "reward": total[sample].item()}
-            row |= {f"reward_{name}": value for name, value in zip(names, table[sample].tolist(), strict=True)}
-            write(row | {"advantage": advantages[sample].item()})
-
-
-def write_outputs(folder: Path, step: int, rank: int, outputs: Sequence[Mapping[str, Tensor]]) -> None:
-    """What --return_model_output kept of one update, a safetensors file per rank: <micro-batch>.<name> (B, W, ...)."""
-    folder.mkdir(exist_ok=True)
-    tensors = {f"{i}.{name}": tensor.cpu() for i, output in enumerate(outputs) for name, tensor in output.items()}
-    save_file(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
-
-
-def log_metrics(args: argparse.Namespace, accelerator: Accelerator, metrics: Mapping[str, float | int]) -> None:
-    """Append one line to metrics.jsonl, on the main process."""
-    if accelerator.is_main_process:
-        with open(Path(args.output_dir) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-
-
-def peak_memory(accelerator: Accelerator, phase: str) -> dict[str, float]:
-    """Peak of the allocated device memory in GiB since the last call; nothing on a CPU."""
-    if accelerator.device.type != "cuda":
-        return {}
-    peak = torch.cuda.max_memory_allocated(accelerator.device) / 2**30
-    torch.cuda.reset_peak_memory_stats(accelerator.device)
-    return {f"memory/{phase}_peak_gib": round(peak, 3)}
-
-
-def encode_table(
-    path: Path,
-    pipeline: QwenImagePipeline,
-    texts: Mapping[int, str],
-    *,
-    device: torch.device,
-    max_sequence_length: int,
-) -> dict[int, Tensor]:
-    """Encode this rank's prompts once into a memory-mapped table; returns read-only views (S, D) by prompt id."""
-    with table_writer(path) as write:
-        for prompt_id, text in tqdm(texts.items(), desc="encode prompts", disable=None, leave=False):
-            (embedding,) = encode_prompts(pipeline, [text], device=device, max_sequence_length=max_sequence_length)
-            write({"prompt_id": prompt_id, "prompt_embeds": embedding})
-    return read_embeddings(path)
-
-
-def load_micro_batch(cache: TrajectoryCache, rows: Sequence[int], advantages: Tensor) -> dict[str, Any]:
-    """A micro-batch for train_batch: views of the cached trajectories, padded conditions, advantages (B,) as (B, W)."""
-    batch = read_micro_batch(cache, rows)
-    embeddings = [read_prompt_embeds(cache, cache.prompt_ids[row]) for row in rows]
-    negative = read_prompt_embeds(cache, NEGATIVE_PROMPT_ID) if NEGATIVE_PROMPT_ID in cache.prompt_rows else None
-    num_timesteps = batch["all_timesteps"].shape[1]
-    return (
-        batch | prompt_conditions(embeddings, negative) | {"advantages": advantages[:, None].expand(-1, num_timesteps)}
+        if args.use_lora:
+            qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
+    elif not online:
+        raise ValueError("--trajectory_cache needs the model that made it: give --pretrained_model_name_or_path")
+    rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs}
+    cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
+    if not online:
+        cache = open_cache(args.trajectory_cache, verify_checksums=True)
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
+        facts = cache_facts(args, scheduler, model_folder)
+        size, num_updates = args.train_batch_size, args.num_updates_per_epoch
+        rollout.check_cache(cache, facts, batch_size=size, num_updates=num_updates, world_size=world_size)
+        num_samples = len(cache.sample_indices)
+        for first in range(0, num_samples, size):
+            validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), FORWARD_FIELDS)
+    checkpoint = state = None
+    if args.resume_from_checkpoint:
+        checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
+        state = run_folder.read_state(checkpoint, checkpoint_identity(args))
+    return Inputs(
+        model_folder=model_folder,
+        prompts=load_prompts(args.prompts, column=args.prompt_column) if online else [],
+        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column) if online and args.eval_epochs else [],
+        rewards=rewards,
+        reward_weights=torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64),
+        cache=cache,
+        checkpoint=checkpoint,
+        state=state,
+        num_samples=num_samples,
     )
 
 
-def planned_bytes(args: argparse.Namespace, num_timesteps: int) -> dict[str, int]:
-    """Bytes of one micro-batch's step inputs on the device, staged and not, and of one epoch's trajectories on disk."""
+def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it."""
+    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules")
+    return {"script": "train_flowgrpo.py"} | {name: getattr(args, name) for name in names}
+
+
+def cache_facts(
+    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path
+) -> dict[str, Any]:
+    """What a cache's manifest says of its rollout, and a run that trains from it must share."""
+    sigmas = get_sigmas(scheduler, args.num_inference_steps, height=args.resolution, width=args.resolution)
+    facts = {"model": qwen_image.transformer_fingerprint(model_folder), "sigmas": sigmas.tolist()}
+    facts |= {"height": args.resolution, "width": args.resolution}
+    return facts | {name: getattr(args, name) for name in ("sde_type", "noise_level", "true_cfg_scale")}
+
+
+def needed_fields(args: argparse.Namespace) -> list[str]:
+    """The trajectory fields an update reads, so what a rollout stores."""
+    return [*ROLLOUT_FIELDS, *(["old_prev_sample_mean"] if args.policy_loss in NEEDS_OLD_MEAN else [])]
+
+
+def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int) -> dict[str, int]:
+    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk."""
     size, tokens = args.train_batch_size, (args.resolution // PIXELS_PER_TOKEN) ** 2
     shapes = {"all_latents": (size, num_timesteps + 1, tokens, 64), "sigmas": (size, num_timesteps + 1)}
     shapes |= dict.fromkeys(("all_timesteps", "advantages", "old_log_probs"), (size, num_timesteps))
+    if args.policy_loss in NEEDS_OLD_MEAN:
+        shapes["old_prev_sample_mean"] = (size, num_timesteps, tokens, 64)
     batch = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    samples = args.num_prompts_per_epoch * args.num_images_per_prompt
-    per_sample = sum(tensor[0].nbytes for name, tensor in batch.items() if name != "advantages")
     return {
         "staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, chunk=args.timesteps_per_forward),
         "not staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=False),
-        "cache": samples * per_sample,
+        "cache": num_samples * sum(tensor[0].nbytes for name, tensor in batch.items() if name != "advantages"),
     }
 
 
-# ----- Main --------------------------------------------------------------------------------------------------------
+def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inputs, census: str) -> None:
+    """What runs, in numbers, before it runs."""
+    if inputs.cache is None:
+        num_timesteps = args.sde_window_size or args.num_inference_steps - 1
+    else:
+        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), FORWARD_FIELDS)
+    planned = planned_bytes(args, num_timesteps, inputs.num_samples)
+    per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
+    demo = f"demo at {args.resolution} px, with {DEMO_DEFAULTS}"
+    accelerator.print(
+        f"***** FlowGRPO *****\n"
+        f"model              {args.pretrained_model_name_or_path or demo}\n"
+        f"parameters         {census}\n"
+        f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
+        f"{accelerator.num_processes} process(es), {accelerator.device.type}\n"
+        f"epoch              {inputs.num_samples} samples ({args.num_prompts_per_epoch} prompts x "
+        f"{args.num_images_per_prompt} images) in batches of {args.train_batch_size}; {args.num_inner_epochs} x "
+        f"{args.num_updates_per_epoch} updates, each of {per_update} batches x {num_timesteps} timesteps a process\n"
+        f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}; step inputs on the device: "
+        f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
+        f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
+    )
+    if args.clip_range > 1e-2:
+        accelerator.print(
+            f"warning: --clip_range {args.clip_range} clips nothing: log-probs are means over all latent elements, so "
+            "ratios stay within about 1e-3 of 1; use 1e-5 to 1e-4"
+        )
 
 
-def make_accelerator() -> Accelerator:
-    """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key."""
-    plugin = None
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2":
-        param_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-    return Accelerator(fsdp_plugin=plugin)
+# ----- The policy and the phases of an epoch -----------------------------------------------------------------------
 
 
-def prepare_policy(
-    accelerator: Accelerator, transformer: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
-    """accelerator.prepare for a model with adapters; also returns the parameters that train.
+class Policy(NamedTuple):
+    """The prepared model and what trains it."""
 
-    FSDP (version 1) cannot mix fp32 adapters with a bf16 base in a flat parameter: there the adapters stay whole on
-    every rank, and `average_gradients` does for them what DDP does.
-    """
-    if adapters_are_replicated(accelerator):
-        adapters = [
-            m for name, m in transformer.named_modules() if name.rpartition(".")[0].endswith(("lora_A", "lora_B"))
-        ]
-        for module in adapters:
-            module.to(accelerator.device)
-        accelerator.state.fsdp_plugin.ignored_modules = adapters
-    transformer, optimizer = accelerator.prepare(transformer, optimizer)
-    return transformer, optimizer, [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    transformer: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    trainable: list[nn.Parameter]
+    predict: Callable[..., Tensor]  # velocity of the policy
+    predict_reference: Callable[..., Tensor]  # velocity of the base model
 
 
-def adapters_are_replicated(accelerator: Accelerator) -> bool:
-    """True where no wrapper averages the adapters' gradients over the ranks."""
-    return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
-
-
-def average_gradients(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> None:
-    """Mean of the gradients over all ranks, as one message."""
-    flat = accelerator.reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]), "mean")
-    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad.copy_(gradient.view_as(parameter))
-
-
-def main(args: argparse.Namespace) -> None:
-    """Train; the sections of an epoch are the docstring's."""
-    output_dir = Path(args.output_dir)
-
-    # ----- Checks: what options, prompts and rewards can tell, before any model is loaded.
-    check_supported(os.environ)
-    check_args(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    if args.pretrained_model_name_or_path is not None:
-        check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
-        check_lora_targets(args.pretrained_model_name_or_path, args.lora_target_modules, revision=args.revision)
-    prompts = load_prompts(args.prompts, column=args.prompt_column)
-    eval_prompts = load_prompts(args.eval_prompts, column=args.prompt_column) if args.eval_epochs else []
-    rewards = {name: load_reward(name) for name in args.reward_funcs}
-    weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
-    if (output_dir / "args.json").exists():
-        raise ValueError(f"--output_dir {output_dir} holds a run already: name another folder, or delete it")
-
-    accelerator = make_accelerator()
-    device, rank, world_size = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    if accelerator.is_main_process:
-        start_run_folder(args)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-
-    # ----- Sizes: N samples an epoch in U x K batches of B, see prompts.py.
-    num_samples = args.num_prompts_per_epoch * args.num_images_per_prompt
-    size, num_updates = args.train_batch_size, args.num_updates_per_epoch
-    batches_per_update = num_samples // (size * num_updates)
-    own_batches = rank_batches(num_updates, batches_per_update, rank=rank, world_size=world_size)
-    own_samples = [list(range(batch * size, (batch + 1) * size)) for batch in own_batches]
-
-    def sample_prompts(epoch: int) -> list[int]:  # prompt id of each of the N samples
-        ids = epoch_prompt_ids(len(prompts), args.num_prompts_per_epoch, seed=args.seed, epoch=epoch)
-        return [prompt_id for prompt_id in ids for _ in range(args.num_images_per_prompt)]
-
-    # ----- Models: encode what this rank will sample, then drop the text encoder.
-    model_path = args.pretrained_model_name_or_path
-    if model_path is None:
-        model_path = output_dir / "demo_pipeline"
-        if accelerator.is_main_process:
-            tiny_pipeline(args.seed).save_pretrained(model_path)
-        accelerator.wait_for_everyone()
-    pipeline = load_pipeline(model_path, dtype=dtype, revision=args.revision)
-    pipeline.text_encoder.to(device)
-    encode = partial(encode_table, pipeline=pipeline, device=device, max_sequence_length=args.max_sequence_length)
-    needed = {sample_prompts(epoch)[i] for epoch in range(args.num_train_epochs) for own in own_samples for i in own}
-    texts = {prompt_id: prompts[prompt_id]["prompt"] for prompt_id in sorted(needed)}
-    use_cfg = args.true_cfg_scale > 1
-    if use_cfg:
-        texts[NEGATIVE_PROMPT_ID] = args.negative_prompt
-    embeddings = encode(output_dir / f"prompt_embeds-{rank:05d}.arrow", texts=texts)
-    negative = embeddings.pop(NEGATIVE_PROMPT_ID) if use_cfg else None
-    eval_embeddings = {}
-    if eval_prompts:
-        eval_texts = {index: row["prompt"] for index, row in enumerate(eval_prompts)}
-        eval_embeddings = encode(output_dir / f"eval_prompt_embeds-{rank:05d}.arrow", texts=eval_texts)
-    pipeline.text_encoder = None
-
-    vae, transformer = pipeline.vae, pipeline.transformer
+def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer: nn.Module, num_steps: int) -> Policy:
+    """Adapter or full weights, optimizer and schedule of `num_steps` optimizer steps, prepared by accelerate."""
     set_seed(args.seed)  # every rank makes the same adapter
-    add_lora(transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules)
-    lora_config = transformer.peft_config["default"]
+    if args.use_lora:
+        qwen_image.add_lora(
+            transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules
+        )
+    else:
+        qwen_image.train_all_used(transformer)
     if args.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(
@@ -709,17 +614,9 @@ def main(args: argparse.Namespace) -> None:
         eps=args.adam_epsilon,
     )
     lr_scheduler = get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.num_train_epochs * num_updates * args.num_inner_epochs,
+        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=num_steps
     )
-    census = parameter_census(transformer)
-    transformer, optimizer, trainable = prepare_policy(accelerator, transformer, optimizer)
-    sigmas, eval_sigmas = (
-        get_sigmas(pipeline.scheduler, steps, height=args.resolution, width=args.resolution)
-        for steps in (args.num_inference_steps, args.eval_num_inference_steps)
-    )
+    transformer, optimizer, trainable = sharding.prepare_policy(accelerator, transformer, optimizer)
     predict = partial(
         predict_velocity,
         transformer,
@@ -727,143 +624,325 @@ def main(args: argparse.Namespace) -> None:
         width=args.resolution,
         true_cfg_scale=args.true_cfg_scale,
         cfg_batched=args.cfg_batched,
-        dtype=dtype,
+        dtype=sharding.compute_dtype(accelerator),
     )
-    num_timesteps = args.sde_window_size or args.num_inference_steps - 1
-    planned = planned_bytes(args, num_timesteps)
-    accelerator.print(
-        f"***** FlowGRPO *****\n"
-        f"model              {args.pretrained_model_name_or_path or 'random demo pipeline at 64 px'}\n"
-        f"parameters         {census}\n"
-        f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
-        f"{world_size} process(es), {device.type}\n"
-        f"epoch              {args.num_prompts_per_epoch} prompts x {args.num_images_per_prompt} images in batches of "
-        f"{size}, {num_updates} updates x {args.num_inner_epochs} inner epochs, accumulating "
-        f"{batches_per_update // world_size} batches x {num_timesteps} timesteps a process\n"
-        f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}, step inputs on the device: "
-        f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
-        f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
+    layers = qwen_image.lora_layers(transformer)
+
+    def predict_reference(*tensors: Tensor, **conditions: Tensor) -> Tensor:
+        with qwen_image.adapters_off(layers):
+            return predict(*tensors, **conditions)
+
+    return Policy(transformer, optimizer, lr_scheduler, trainable, predict, predict_reference)
+
+
+def roll_out(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: rollout.Sampling,
+    facts: Mapping[str, Any],
+    own_batches: Sequence[int],
+    epoch: int,
+) -> tuple[TrajectoryCache, Tensor, Tensor, dict[str, float]]:
+    """Every rank samples its own batches and writes its own shard. facts: of cache_facts.
+
+    Returns this rank's cache, the weighted rewards (N,) and prompt ids (N,) of all ranks' samples, and metrics.
+    """
+    rank, device = accelerator.process_index, accelerator.device
+    folder = run_folder.trajectory_folder(Path(args.output_dir), epoch)
+    window = rollout.draw_sde_window(
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=epoch
     )
-    if args.pretrained_model_name_or_path is None:
-        accelerator.print(f"demo values        {DEMO_DEFAULTS}")
-    if args.clip_range > 1e-2:
-        accelerator.print(
-            f"warning: --clip_range {args.clip_range} clips nothing: log-probs are means over all latent elements, so "
-            "ratios stay within about 1e-3 of 1; use 1e-5 to 1e-4"
-        )
+    prompt_ids = epoch_samples(
+        len(inputs.prompts), args.num_prompts_per_epoch, args.num_images_per_prompt, seed=args.seed, epoch=epoch
+    )
+    batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
+    sampling.vae.to(device)
+    scores = rollout.write_rollout(
+        policy.predict,
+        folder=folder,
+        shard=rank,
+        batches=batches,
+        prompt_ids=prompt_ids,
+        prompts=inputs.prompts,
+        embeddings=sampling.embeddings,
+        negative=sampling.negative,
+        vae=sampling.vae,
+        rewards=inputs.rewards,
+        sigmas=torch.tensor(facts["sigmas"]),
+        height=args.resolution,
+        width=args.resolution,
+        sde_window=window,
+        sde_type=args.sde_type,
+        noise_level=args.noise_level,
+        seed_words=(args.seed, epoch),
+        fields=needed_fields(args),
+        show_progress=accelerator.is_local_main_process,
+    )
+    sampling.vae.to("cpu")
 
-    def run_evaluation(epoch: int) -> None:
-        vae.to(device)
-        metrics = evaluate(
-            args, accelerator, predict, vae, eval_sigmas, eval_prompts, eval_embeddings, negative, rewards,
-            output_dir / f"grids/epoch-{epoch:05d}.png",
-        )  # fmt: skip
-        vae.to("cpu")
-        log_metrics(args, accelerator, {"epoch": epoch, "step": global_step, **metrics})
+    # A prompt's group may be spread over ranks: every rank gets all rewards, by sample number.
+    own_samples = [sample for batch in batches for sample in batch]
+    table = torch.zeros(inputs.num_samples, len(inputs.rewards), dtype=torch.float64)
+    table[own_samples] = scores
+    table = sharding.reduce_to_cpu(accelerator, table)
+    rewards, groups = table @ inputs.reward_weights, torch.tensor(prompt_ids)
+    advantages = group_advantages(rewards, groups, global_std=args.global_std)
+    rollout.write_values(folder, rank, own_samples, prompt_ids, table, list(inputs.rewards), rewards, advantages)
+    shard_facts = {"num_shards": accelerator.num_processes, "epoch": epoch, "seed": args.seed, "sde_window": window}
+    write_manifest(folder, rank, shard_facts | dict(facts))
+    cache = open_cache(folder, shards=[rank], verify_checksums=args.verify_cache)
+    return cache, rewards, groups, reward_metrics(table, list(inputs.rewards), rewards, groups)
 
-    global_step = 0
-    if args.eval_epochs:
-        run_evaluation(0)
-    progress = tqdm(range(args.num_train_epochs), desc="epochs", disable=not accelerator.is_local_main_process)
-    for epoch in progress:
-        # ----- 1. Rollout: every rank samples its own batches and writes its own shard.
-        started = time.perf_counter()
-        window = draw_sde_window(
-            args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=epoch
-        )
-        prompt_ids = sample_prompts(epoch)
-        folder = output_dir / f"trajectories/epoch-{epoch:05d}"
-        folder.mkdir(parents=True, exist_ok=True)  # by every rank: the folder may be on each node's own disk
-        vae.to(device)
-        scores = write_rollout(
-            predict,
-            folder=folder,
-            shard=rank,
-            batches=own_samples,
-            prompt_ids=prompt_ids,
-            prompts=prompts,
-            embeddings=embeddings,
-            negative=negative,
-            vae=vae,
-            rewards=rewards,
-            sigmas=sigmas,
-            height=args.resolution,
-            width=args.resolution,
-            sde_window=window,
-            sde_type=args.sde_type,
-            noise_level=args.noise_level,
-            seed_words=(args.seed, epoch),
-            fields=ROLLOUT_FIELDS,
-            progress=progress.refresh,
-        )
-        vae.to("cpu")
 
-        # ----- 2. Advantages: a group may be spread over ranks, so every rank sees all rewards, by sample number.
-        table = torch.zeros(num_samples, len(rewards), dtype=torch.float64)
-        flat_samples = [sample for batch in own_samples for sample in batch]
-        table[flat_samples] = torch.tensor(list(scores.values()), dtype=torch.float64).T
-        table = accelerator.reduce(table.to(device), "sum").cpu()
-        total, groups = table @ weights, torch.tensor(prompt_ids)
-        advantages = group_advantages(total, groups, global_std=args.global_std)
-        write_values(folder, rank, flat_samples, prompt_ids, table, list(rewards), total, advantages)
-        facts = {
-            "num_shards": world_size, "epoch": epoch, "seed": args.seed, "model": str(model_path),
-            "height": args.resolution, "width": args.resolution, "sigmas": sigmas.tolist(), "sde_type": args.sde_type,
-            "noise_level": args.noise_level, "sde_window": list(window), "true_cfg_scale": args.true_cfg_scale,
-        }  # fmt: skip
-        write_manifest(folder, rank, facts)
-        rollout_metrics = reward_metrics(table, list(rewards), total, groups)
-        rollout_metrics |= {"time/rollout_s": time.perf_counter() - started, **peak_memory(accelerator, "rollout")}
+def update_policy(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    policy: Policy,
+    cache: TrajectoryCache,
+    rewards: Tensor,
+    groups: Tensor,
+    own_batches: Sequence[int],
+    epoch: int,
+) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
+    """All updates of an epoch, one timestep of one micro-batch after the other. rewards, groups (N,).
 
-        # ----- 3. Update: one timestep of one micro-batch after the other.
-        started = time.perf_counter()
-        cache = open_cache(folder, shards=[rank])
-        for inner_epoch in range(args.num_inner_epochs):
-            seed_words = (args.seed, 3, epoch, inner_epoch)
-            plan = update_plan(
-                num_updates, batches_per_update, rank=rank, world_size=world_size, seed_words=seed_words
+    Yields each update's metrics and kept outputs.
+    """
+    size, num_updates = args.train_batch_size, args.num_updates_per_epoch
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    advantages = group_advantages(rewards, groups, global_std=args.global_std)
+    signal_of = has_signal(rewards, groups)
+    row_of = {sample: row for row, sample in enumerate(cache.sample_indices)}
+
+    def micro_batch(batch: int) -> dict[str, Any]:
+        samples = batch_samples(batch, size)
+        fields = rollout.load_micro_batch(cache, [row_of[sample] for sample in samples])
+        num_timesteps = fields["all_timesteps"].shape[1]
+        return fields | {"advantages": advantages[samples][:, None].expand(-1, num_timesteps)}
+
+    recomputed: dict[int, dict[str, Tensor]] = {}
+    missing = {"log_probs": "old_log_probs", "prev_sample_mean": "old_prev_sample_mean"}
+    missing = {key: name for key, name in missing.items() if name in needed_fields(args) and name not in cache.fields}
+    if missing:  # a cache of another program need not hold what a forward of this policy gives
+        for batch in tqdm(
+            own_batches, desc="old log-probs", leave=False, disable=not accelerator.is_local_main_process
+        ):
+            outputs = forward_only(args, policy.predict, micro_batch(batch), accelerator.device)
+            recomputed[batch] = {name: outputs[key] for key, name in missing.items()}
+
+    per_update = len(rewards) // (size * num_updates)
+    for inner_epoch in range(args.num_inner_epochs):
+        plans = [
+            plan_updates(
+                num_updates, per_update, rank=r, world_size=world_size, seed_words=(args.seed, 3, epoch, inner_epoch)
             )
-            for batches in plan:
-                first_rows = [own_batches.index(batch) * size for batch in batches]
-                micro_batches = [
-                    load_micro_batch(cache, rows, advantages[[cache.sample_indices[row] for row in rows]])
-                    for rows in (range(first, first + size) for first in first_rows)
-                ]
-                metrics, outputs = train_batch(
-                    args, accelerator, transformer, predict, optimizer, trainable, micro_batches
+            for r in range(world_size)
+        ]
+        for update in range(num_updates):
+            every_rank = [plan[update] for plan in plans]
+            batches, scale = every_rank[rank], None
+            if args.drop_zero_std_groups:
+                wanted = {b: bool(signal_of[batch_samples(b, size)].any()) for plan in every_rank for b in plan}
+                batches = fill_batches(every_rank, wanted, rank)
+                if not batches:
+                    continue  # on every rank
+                # What is dropped weighs nothing and the rest takes its place in the mean.
+                members = [sample for plan in every_rank for batch in plan for sample in batch_samples(batch, size)]
+                scale = len(batches) * world_size * size / signal_of[members].sum()
+            micro_batches = [micro_batch(batch) | recomputed.get(batch, {}) for batch in batches]
+            if scale is not None:
+                for batch, fields in zip(batches, micro_batches, strict=True):
+                    weights = signal_of[batch_samples(batch, size)].float()[:, None] * scale
+                    weights = weights.expand_as(fields["advantages"])
+                    fields["rollout_is_weights"] = fields.get("rollout_is_weights", 1.0) * weights
+            metrics, outputs = train_batch(
+                args, accelerator, policy.transformer, policy.predict, policy.optimizer, policy.trainable,
+                micro_batches, predict_reference=policy.predict_reference,
+            )  # fmt: skip
+            policy.lr_scheduler.step()
+            if inner_epoch == update == 0 and metrics["ratio_max_dev"] > args.clip_range:
+                accelerator.print(
+                    f"warning: before the first update of epoch {epoch} a ratio is off 1 by "
+                    f"{metrics['ratio_max_dev']:.1e}, more than --clip_range {args.clip_range}: the rollout was "
+                    "another policy's or precision's"
                 )
-                lr_scheduler.step()
-                global_step += 1
-                train_metrics = {f"train/{name}": value for name, value in metrics.items()}
-                train_metrics["train/learning_rate"] = lr_scheduler.get_last_lr()[0]
-                log_metrics(args, accelerator, {"epoch": epoch, "step": global_step, **train_metrics})
-                if outputs:
-                    write_outputs(output_dir / "outputs", global_step, rank, outputs)
-        rollout_metrics |= {"time/update_s": time.perf_counter() - started, **peak_memory(accelerator, "update")}
+            yield metrics, outputs
 
-        # ----- 4. Log, evaluate, tidy up.
-        log_metrics(args, accelerator, {"epoch": epoch, "step": global_step, **rollout_metrics})
-        progress.set_postfix(reward=f"{rollout_metrics['rollout/reward_mean']:.4g}")
-        expired = output_dir / f"trajectories/epoch-{epoch - args.keep_trajectories:05d}"
-        if accelerator.is_local_main_process and expired.is_dir():
-            shutil.rmtree(expired)
-        if args.eval_epochs and ((epoch + 1) % args.eval_epochs == 0 or epoch + 1 == args.num_train_epochs):
-            run_evaluation(epoch + 1)
 
-    state_dict = gather_adapter(transformer)
+def evaluate(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: rollout.Sampling,
+    epoch: int,
+) -> dict[str, float]:
+    """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of the first 16."""
+    size = {"height": args.resolution, "width": args.resolution}
+    sampling.vae.to(accelerator.device)
+    scores, grid = rollout.sample_evaluation(
+        policy.predict,
+        prompts=inputs.eval_prompts,
+        embeddings=sampling.eval_embeddings,
+        negative=sampling.negative,
+        vae=sampling.vae,
+        rewards=inputs.rewards,
+        sigmas=get_sigmas(sampling.scheduler, args.eval_num_inference_steps, **size),
+        batch_size=args.train_batch_size,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=args.seed,
+        **size,
+    )
+    sampling.vae.to("cpu")
+    scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)
     if accelerator.is_main_process:
-        export_lora(output_dir, state_dict, lora_config)
-    accelerator.print(f"adapter, metrics.jsonl and grids are in {output_dir}")
+        rollout.save_grid(grid, Path(args.output_dir) / f"grids/epoch-{epoch:05d}.png")
+    return {f"eval/{name}": value for name, value in zip(inputs.rewards, scores.mean(dim=0).tolist(), strict=True)}
+
+
+# ----- Main --------------------------------------------------------------------------------------------------------
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train; the sections of an epoch are the docstring's."""
+    output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = check_run(args, world_size)
+    accelerator = sharding.make_accelerator(report_to=args.report_to, logging_dir=output_dir / "logs")
+    rank, device = accelerator.process_index, accelerator.device
+    if accelerator.is_main_process:
+        if inputs.state is None:
+            run_folder.create_run_folder(output_dir, vars(args))
+        else:
+            print(
+                "resuming from", inputs.checkpoint, *run_folder.changed_options(output_dir, vars(args)), sep="\n    "
+            )
+    accelerator.wait_for_everyone()
+    output_dir.mkdir(parents=True, exist_ok=True)  # by every rank: it may be on each node's own disk
+    if args.report_to != "none":
+        accelerator.init_trackers("flowgrpo", config={name: str(value) for name, value in vars(args).items()})
+
+    # N samples of an epoch in U x K batches of B, of which a rank owns every world_size-th column: see prompts.py.
+    num_epochs = args.num_train_epochs if inputs.cache is None else 1
+    per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch)
+    own_batches = rank_batches(args.num_updates_per_epoch, per_update, rank=rank, world_size=world_size)
+    first_epoch = inputs.state["epoch"] if inputs.state else 0
+    texts = {}
+    if inputs.cache is None:
+        sizes = len(inputs.prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
+        own_samples = [sample for batch in own_batches for sample in batch_samples(batch, args.train_batch_size)]
+        for epoch in range(first_epoch, num_epochs):
+            prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=epoch)
+            texts |= {prompt_ids[sample]: inputs.prompts[prompt_ids[sample]]["prompt"] for sample in own_samples}
+
+    # Models: of the text encoder only the embeddings stay.
+    model_folder = inputs.model_folder or output_dir / "demo_pipeline"
+    if inputs.model_folder is None and inputs.state is None and accelerator.is_main_process:
+        qwen_image.tiny_pipeline(args.seed).save_pretrained(model_folder)
+    accelerator.wait_for_everyone()
+    dtype = sharding.compute_dtype(accelerator)
+    transformer, sampling = rollout.load_models(
+        model_folder,
+        dtype=dtype if args.use_lora else torch.float32,  # weights that train are fp32, and cast where they compute
+        encode_dtype=dtype,
+        output_dir=output_dir,
+        rank=rank,
+        device=device,
+        texts=dict(sorted(texts.items())),
+        eval_texts={index: row["prompt"] for index, row in enumerate(inputs.eval_prompts)},
+        negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
+        max_sequence_length=args.max_sequence_length,
+    )
+    facts = cache_facts(args, sampling.scheduler, model_folder)
+    policy = make_policy(
+        args, accelerator, transformer, num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
+    )
+    export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
+    print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))
+    trained = policy.transformer, policy.optimizer, policy.lr_scheduler
+    adapters = ["default"] if args.use_lora else []
+    global_step = saved_step = inputs.state["global_step"] if inputs.state else 0
+    if inputs.state is not None:
+        sharding.load_checkpoint(
+            accelerator,
+            *trained,
+            folder=inputs.checkpoint,
+            state=inputs.state,
+            adapters=adapters,
+            output_dir=output_dir,
+        )
+    stop_requests = run_folder.stop_on_interrupt()
+
+    def log(epoch: int, metrics: Mapping[str, float]) -> None:
+        if accelerator.is_main_process:
+            run_folder.append_metrics(output_dir, {"epoch": epoch, "step": global_step, **metrics})
+        if args.report_to != "none":
+            accelerator.log(dict(metrics), step=global_step)
+
+    if inputs.eval_prompts and inputs.state is None:
+        log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))
+    progress = tqdm(range(first_epoch, num_epochs), desc="epochs", disable=not accelerator.is_local_main_process)
+    for epoch in progress:
+        # ----- 1. and 2. Rollout and rewards.
+        started, metrics = time.perf_counter(), {}
+        if inputs.cache is None:
+            cache, rewards, groups, metrics = roll_out(
+                args, accelerator, inputs, policy, sampling, facts, own_batches, epoch
+            )
+            progress.set_postfix(reward=f"{metrics['rollout/reward_mean']:.4g}")
+        else:
+            cache, (rewards, groups) = inputs.cache, rollout.cached_rewards(inputs.cache)
+        metrics |= {"time/rollout_s": time.perf_counter() - started, **run_folder.peak_memory("rollout")}
+
+        # ----- 3. Update.
+        started = time.perf_counter()
+        for update_metrics, outputs in update_policy(
+            args, accelerator, policy, cache, rewards, groups, own_batches, epoch
+        ):
+            global_step += 1
+            update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]
+            log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
+            if outputs:
+                run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
+        metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
+
+        # ----- 4. Log, evaluate, tidy up, checkpoint.
+        log(epoch, metrics)
+        if accelerator.is_local_main_process:
+            run_folder.delete_trajectories(output_dir, stop=epoch + 1 - args.keep_trajectories)
+        last = epoch + 1 == num_epochs
+        if inputs.eval_prompts and ((epoch + 1) % args.eval_epochs == 0 or last):
+            log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, epoch + 1))
+        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(len(stop_requests))).item() > 0
+        if args.checkpointing_steps:
+            passed = global_step // args.checkpointing_steps > saved_step // args.checkpointing_steps
+            if passed or stopping or last:
+                sharding.save_checkpoint(
+                    accelerator,
+                    *trained,
+                    output_dir=output_dir,
+                    epoch=epoch + 1,
+                    counters={"global_step": global_step, **checkpoint_identity(args)},
+                    adapters=adapters,
+                    total_limit=args.checkpoints_total_limit,
+                )
+                saved_step = global_step
+        if stopping:
+            break
+
+    # ----- The trained policy, ready for inference.
+    if args.use_lora:
+        state_dict = sharding.gather_adapter(policy.transformer)
+        if accelerator.is_main_process:
+            qwen_image.export_lora(output_dir, state_dict, export_config)
+    else:
+        sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
+    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except (ValueError, RuntimeError) as error:
-        # What this repository raises is one line that says what to do; anything else keeps its traceback.
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != HERE:
-            raise
-        print(f"train_flowgrpo.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_folder.run_script(lambda: main(parse_args())))

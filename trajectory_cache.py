@@ -131,12 +131,13 @@ class TrajectoryCache(NamedTuple):
     prompt_ids: list[int]  # likewise
     prompt_rows: dict[int, int]  # prompt_id -> row of prompts
     values: Dataset | None  # None until the rewards of all ranks are known
+    fields: frozenset[str]  # names of the trajectories' tensors
 
 
 def open_cache(
     folder: str | Path, *, shards: Sequence[int] | None = None, verify_checksums: bool = False
 ) -> TrajectoryCache:
-    """Open all shards of a cache, or those named, without copying a byte; sizes, row counts and end marks are always checked.
+    """Open all shards of a cache, or those named, without copying a byte; sizes and row counts are always checked.
 
     `verify_checksums` reads every byte (about 4 GiB/s): wanted for a cache of another run. Raises ValueError that
     names the file at fault.
@@ -165,7 +166,9 @@ def open_cache(
     values = concatenate_datasets(tables["values"]) if len(tables["values"]) == len(facts) else None
     sample_indices, prompt_ids = (trajectories.data.column(name).to_pylist() for name in ("sample_index", "prompt_id"))
     prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts.data.column("prompt_id").to_pylist())}
-    return TrajectoryCache(facts[0], trajectories, prompts, sample_indices, prompt_ids, prompt_rows, values)
+    columns = trajectories.column_names
+    fields = frozenset(name for name in columns if f"{name}_shape" in columns)
+    return TrajectoryCache(facts[0], trajectories, prompts, sample_indices, prompt_ids, prompt_rows, values, fields)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -204,7 +207,8 @@ def open_table(path: Path, facts: Mapping[str, int], verify_checksum: bool) -> D
         raise ValueError(f"{path} is no Arrow stream ({error}): the cache is damaged, roll out again") from error
     if table.num_rows != facts["rows"]:
         raise ValueError(
-            f"{path} has {table.num_rows} rows, its manifest says {facts['rows']}: the cache is damaged, roll out again"
+            f"{path} has {table.num_rows} rows, its manifest says {facts['rows']}: the cache is damaged, roll "
+            "out again"
         )
     return table
 

@@ -19,8 +19,17 @@ from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Q
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_flowgrpo
-from qwen_image import LORA_TARGETS, add_lora, decode_latents, get_sigmas, predict_velocity, prompt_conditions
+from qwen_image import (
+    LORA_TARGETS,
+    add_lora,
+    decode_latents,
+    get_sigmas,
+    parameter_census,
+    predict_velocity,
+    prompt_conditions,
+)
 from rollout import sample_batch
+from sharding import make_accelerator, prepare_policy
 from staging import FLOWGRPO_FIELDS, step_input_bytes
 
 
@@ -36,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", help="json file for the figures")
     options = parser.parse_args()
 
-    accelerator = train_flowgrpo.make_accelerator()
+    accelerator = make_accelerator()
     device = accelerator.device
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     torch.manual_seed(0)
@@ -48,8 +57,8 @@ def main() -> None:
     add_lora(transformer, rank=64, lora_alpha=128, target_modules=LORA_TARGETS)
     transformer.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=3e-4)
-    transformer, optimizer, trainable = train_flowgrpo.prepare_policy(accelerator, transformer, optimizer)
-    accelerator.print(train_flowgrpo.parameter_census(transformer))
+    transformer, optimizer, trainable = prepare_policy(accelerator, transformer, optimizer)
+    accelerator.print(parameter_census(transformer))
 
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_flowgrpo
-from qwen_image import add_lora, get_sigmas, predict_velocity
+from qwen_image import add_lora, get_sigmas, parameter_census, predict_velocity
+from sharding import make_accelerator, prepare_policy
 from staging import FLOWGRPO_FIELDS, step_input_bytes
 
 ARMS = {
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="benchmarks/results/staging_grid")
     options = parser.parse_args()
 
-    accelerator = train_flowgrpo.make_accelerator()
+    accelerator = make_accelerator()
     profile = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     transformer = build_transformer().to(dtype)
@@ -166,8 +167,8 @@ def main() -> None:
     add_lora(transformer, rank=8, lora_alpha=16, target_modules=targets, dtype=lora_dtype)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    transformer, optimizer, trainable = train_flowgrpo.prepare_policy(accelerator, transformer, optimizer)
-    census = train_flowgrpo.parameter_census(transformer)
+    transformer, optimizer, trainable = prepare_policy(accelerator, transformer, optimizer)
+    census = parameter_census(transformer)
     accelerator.print(f"{profile}: {type(transformer).__name__}, {accelerator.num_processes} ranks, {census}")
     predict = partial(
         predict_velocity,
@@ -216,8 +217,8 @@ def main() -> None:
                 os.replace(output_dir / f"{name}.tmp", output_dir / name)
             accelerator.print(
                 f"{profile} T={num_timesteps:2d} {arm:3s} start {facts['start_mib']:7.2f} "
-                f"peak {facts['peak_mib']:7.2f} MiB step inputs {facts['step_input_mib']:6.2f} MiB {facts['seconds']:7.3f} s "
-                f"loss {facts['policy_loss']:.6e} grad norm {facts['grad_norm']:.6e}"
+                f"peak {facts['peak_mib']:7.2f} MiB step inputs {facts['step_input_mib']:6.2f} MiB "
+                f"{facts['seconds']:7.3f} s loss {facts['policy_loss']:.6e} grad norm {facts['grad_norm']:.6e}"
             )
     accelerator.wait_for_everyone()
     accelerator.end_training()

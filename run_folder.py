@@ -1,0 +1,187 @@
+"""A run's folder: args.json, a copy of the code, metrics.jsonl, checkpoints, kept outputs. No collectives, no pickle.
+
+A LoRA checkpoint is a folder checkpoints/epoch-NNNNN of adapter.safetensors, optimizer.safetensors and state.json
+(counters and schedule), written under a temporary name and renamed, so one that has its name is whole.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+
+
+def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
+    """Write args.json with the git commit, and a copy of the scripts that run. Raises ValueError over another run."""
+    if (output_dir / "args.json").exists():
+        raise ValueError(
+            f"--output_dir {output_dir} holds a run already: go on with --resume_from_checkpoint latest, name another "
+            "folder, or delete it"
+        )
+    (output_dir / "code").mkdir(parents=True, exist_ok=True)
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, output_dir / "code")
+    git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    facts = {"git_commit": git.stdout.strip() or None, "args": dict(args)}
+    (output_dir / "args.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+def changed_options(output_dir: Path, args: Mapping[str, Any]) -> list[str]:
+    """The options of a resumed run that differ from its args.json, as `name: before -> now`."""
+    before = json.loads((output_dir / "args.json").read_text())["args"]
+    now = json.loads(json.dumps(dict(args)))
+    skipped = {"resume_from_checkpoint", "output_dir"}
+    return [f"{n}: {before.get(n)} -> {v}" for n, v in now.items() if n not in skipped and before.get(n) != v]
+
+
+def append_metrics(output_dir: Path, metrics: Mapping[str, float]) -> None:
+    """One line of metrics.jsonl."""
+    with open(output_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics) + "\n")
+
+
+def cut_metrics(output_dir: Path, num_bytes: int) -> None:
+    """Drop the lines of metrics.jsonl that were written after a checkpoint."""
+    with open(output_dir / "metrics.jsonl", "rb+") as file:
+        file.truncate(num_bytes)
+
+
+def write_outputs(folder: Path, step: int, rank: int, outputs: Sequence[Mapping[str, Tensor]]) -> None:
+    """What --return_model_output kept of one update, a safetensors file per rank: <micro-batch>.<name> (B, T, ...)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{i}.{name}": tensor.cpu() for i, output in enumerate(outputs) for name, tensor in output.items()}
+    save_file(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
+
+
+def trajectory_folder(output_dir: Path, epoch: int) -> Path:
+    """Where an epoch's trajectory cache lies."""
+    return output_dir / f"trajectories/epoch-{epoch:05d}"
+
+
+def delete_trajectories(output_dir: Path, *, first: int = 0, stop: int | None = None) -> None:
+    """Delete the caches of epochs first to stop - 1, or of all from first on."""
+    for path in (output_dir / "trajectories").glob("epoch-?????"):
+        epoch = int(path.name.removeprefix("epoch-"))
+        if epoch >= first and (stop is None or epoch < stop):
+            shutil.rmtree(path)
+
+
+def peak_memory(phase: str) -> dict[str, float]:
+    """Peak of the allocated device memory in GiB since the last call; nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return {f"memory/{phase}_peak_gib": round(peak, 3)}
+
+
+def stop_on_interrupt() -> list[int]:
+    """From now on Ctrl-C adds to the returned list, for the loop to look at; a second one raises KeyboardInterrupt."""
+    requests: list[int] = []
+
+    def request_stop(signal_number: int, frame: Any) -> None:
+        if requests:
+            raise KeyboardInterrupt
+        requests.append(signal_number)
+        print("stopping after this epoch's update and a checkpoint; Ctrl-C again stops at once", flush=True)
+
+    signal.signal(signal.SIGINT, request_stop)
+    return requests
+
+
+def run_script(main: Callable[[], None]) -> int:
+    """Run main and return the exit code. An error that this repository raises is one line on stderr and code 2; any
+    other keeps its traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError) as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != HERE:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+# ----- Checkpoints -------------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(output_dir: Path, epoch: int) -> Path:
+    """Where the checkpoint after `epoch` epochs lies."""
+    return output_dir / f"checkpoints/epoch-{epoch:05d}"
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Write <name>.safetensors for each group of tensors and state.json into an unfinished checkpoint folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, group in tensors.items():
+        save_file(dict(group), folder / f"{name}.safetensors")
+    (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+
+def finish_checkpoint(temporary: Path, folder: Path, total_limit: int) -> None:
+    """Give a written checkpoint its name and delete the oldest beyond the limit."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+    for old in sorted(folder.parent.glob("epoch-?????"))[:-total_limit]:
+        shutil.rmtree(old)
+
+
+def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
+    """`latest` or a path to a checkpoint's folder. Raises ValueError where there is none or it is not whole."""
+    if resume_from_checkpoint == "latest":
+        found = sorted((output_dir / "checkpoints").glob("epoch-?????"))
+        if not found:
+            raise ValueError(
+                f"--resume_from_checkpoint latest: {output_dir} holds no checkpoint; start without it in a new "
+                "--output_dir"
+            )
+        folder = found[-1]
+    else:
+        folder = Path(resume_from_checkpoint)
+    if not (folder / "state.json").is_file():
+        raise ValueError(f"--resume_from_checkpoint {folder} holds no state.json: it is no checkpoint of this script")
+    return folder
+
+
+def read_state(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's state.json; raises ValueError where it belongs to another algorithm, model or kind of adapter."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder}/state.json is not json ({error}): resume from an older checkpoint") from error
+    for name, value in expected.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"{folder} was made with {name} {state.get(name)}, this run has {value}: resume with the same, or "
+                "start a new run"
+            )
+    return state
+
+
+def read_checkpoint(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors <name>.safetensors of a checkpoint; raises ValueError that names a missing or damaged file."""
+    path = folder / f"{name}.safetensors"
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): resume from an older checkpoint") from error

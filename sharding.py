@@ -1,0 +1,205 @@
+"""All that depends on how accelerate spreads the model: one process, DDP, FSDP (version 1) or FSDP2.
+
+The only module with collectives: every rank calls each of its functions, in the same order. The scripts keep the
+loop's own (reduce of rewards and metrics, backward, wait_for_everyone).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import run_folder
+from qwen_image import adapter_state_dict
+
+
+def make_accelerator(*, report_to: str = "none", logging_dir: str | Path | None = None) -> Accelerator:
+    """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key."""
+    plugin = None
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2":
+        param_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    tracker = None if report_to == "none" else report_to
+    accelerator = Accelerator(fsdp_plugin=plugin, log_with=tracker, project_dir=logging_dir and str(logging_dir))
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
+    return accelerator
+
+
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """The dtype of forward passes."""
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+
+
+def reduce_to_cpu(accelerator: Accelerator, tensor: Tensor) -> Tensor:
+    """Sum over all ranks, from and to the CPU."""
+    return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
+
+
+def is_fsdp1(accelerator: Accelerator) -> bool:
+    """True under FSDP version 1."""
+    return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+
+
+def prepare_policy(
+    accelerator: Accelerator, transformer: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter]]:
+    """accelerator.prepare; also returns the parameters that train.
+
+    FSDP (version 1) cannot mix fp32 adapters with a bf16 base in a flat parameter: there the adapters stay whole on
+    every rank and `clip_gradients` averages their gradients, as DDP would.
+    """
+    if is_fsdp1(accelerator):
+        names = ("lora_A", "lora_B")
+        adapters = [m for name, m in transformer.named_modules() if name.rpartition(".")[0].endswith(names)]
+        for module in adapters:
+            module.to(accelerator.device)
+        accelerator.state.fsdp_plugin.ignored_modules = adapters or None
+    transformer, optimizer = accelerator.prepare(transformer, optimizer)
+    return transformer, optimizer, [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+
+
+def clip_gradients(
+    accelerator: Accelerator, transformer: nn.Module, trainable: Sequence[nn.Parameter], max_norm: float
+) -> Tensor:
+    """Finish an update's gradients: average what no wrapper averages, clip; returns their norm, a plain scalar."""
+    if is_fsdp1(accelerator):
+        if accelerator.state.fsdp_plugin.ignored_modules is None:  # full weights: sharded flat parameters
+            return transformer.clip_grad_norm_(max_norm)
+        flat = accelerator.reduce(torch.cat([parameter.grad.flatten() for parameter in trainable]), "mean")
+        for parameter, gradient in zip(trainable, flat.split([p.numel() for p in trainable]), strict=True):
+            parameter.grad.copy_(gradient.view_as(parameter))
+    norm = accelerator.clip_grad_norm_(trainable, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# ----- Whole tensors, for export and checkpoints -------------------------------------------------------------------
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter or optimizer state whole on the CPU, a copy."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def gather_adapter(transformer: nn.Module, adapter_name: str = "default") -> dict[str, Tensor]:
+    """An adapter's whole tensors under peft's names."""
+    state_dict = adapter_state_dict(transformer.named_parameters(), adapter_name)
+    return {name: whole(tensor) for name, tensor in state_dict.items()}
+
+
+def gather_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's whole state of the default adapter as `<parameter>.<state>`."""
+    return {
+        f"{name}.{key}": whole(value)
+        for name, parameter in adapter_state_dict(transformer.named_parameters()).items()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+@torch.no_grad()
+def restore_adapter(
+    transformer: nn.Module, tensors: Mapping[str, Tensor], adapter_name: str = "default", *, source: str | Path
+) -> None:
+    """Write whole tensors into an adapter, however it is sharded. Raises ValueError where names or shapes differ."""
+    parameters = adapter_state_dict(transformer.named_parameters(), adapter_name)
+    if {name: p.shape for name, p in parameters.items()} != {name: t.shape for name, t in tensors.items()}:
+        raise ValueError(
+            f"{source} holds other tensors than this run's adapter: use the --rank and targets that made it"
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(like_parameter(tensors[name], parameter))
+
+
+def restore_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Write whole optimizer state back, sharded as the parameters now are."""
+    for name, parameter in adapter_state_dict(transformer.named_parameters()).items():
+        state = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {
+            key: like_parameter(tensor, parameter) if tensor.ndim else tensor for key, tensor in state.items()
+        }
+
+
+def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole CPU tensor on the parameter's device, and sharded like it."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return tensor.to(parameter.device)
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    transformer: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
+    *,
+    output_dir: Path,
+    epoch: int,
+    counters: Mapping[str, Any],
+    adapters: Sequence[str],
+    total_limit: int,
+) -> None:
+    """Write checkpoints/epoch-NNNNN under a temporary name and rename it.
+
+    With adapters: their whole tensors and the optimizer's, for any number of ranks to resume. Without: accelerate's
+    state of the full weights, for as many ranks as now.
+    """
+    folder = run_folder.checkpoint_folder(output_dir, epoch)
+    temporary = folder.with_suffix(".tmp")
+    tensors = {f"adapter_{name}": gather_adapter(transformer, name) for name in adapters}
+    if adapters:
+        tensors["optimizer"] = gather_optimizer(transformer, optimizer)
+    else:
+        accelerator.save_state(str(temporary))
+    if accelerator.is_main_process:
+        state = {"epoch": epoch, "lr_scheduler": lr_scheduler.state_dict(), **counters}
+        state["metrics_bytes"] = (output_dir / "metrics.jsonl").stat().st_size
+        run_folder.write_checkpoint(temporary, tensors, state)
+        run_folder.finish_checkpoint(temporary, folder, total_limit)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(
+    accelerator: Accelerator,
+    transformer: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler,
+    *,
+    folder: Path,
+    state: Mapping[str, Any],
+    adapters: Sequence[str],
+    output_dir: Path,
+) -> None:
+    """Put weights, optimizer and schedule back, and drop what the interrupted run wrote after the checkpoint."""
+    for name in adapters:
+        restore_adapter(transformer, run_folder.read_checkpoint(folder, f"adapter_{name}"), name, source=folder)
+    if adapters:
+        restore_optimizer(transformer, optimizer, run_folder.read_checkpoint(folder, "optimizer"))
+    else:
+        accelerator.load_state(str(folder))
+    lr_scheduler.load_state_dict(dict(state["lr_scheduler"]))
+    for group, learning_rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
+        group["lr"] = learning_rate
+    if accelerator.is_main_process:
+        run_folder.cut_metrics(output_dir, state["metrics_bytes"])
+    if accelerator.is_local_main_process:
+        run_folder.delete_trajectories(output_dir, first=state["epoch"])
+    accelerator.wait_for_everyone()
+
+
+def save_full_weights(accelerator: Accelerator, transformer: nn.Module, config: Any, folder: Path) -> None:
+    """Write all weights as a diffusers transformer folder, by the main process. config is the transformer's."""
+    state_dict = accelerator.get_state_dict(transformer)
+    if accelerator.is_main_process:
+        with torch.device("meta"):
+            model = QwenImageTransformer2DModel.from_config(config)
+        model.load_state_dict(state_dict, assign=True)
+        model.save_pretrained(folder)
