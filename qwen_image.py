@@ -174,8 +174,10 @@ def tiny_pipeline(
 
 
 def unused_modules(num_layers: int) -> str:
-    """Regular expression of the linear layers that no image depends on: the last block drops its text stream."""
-    return rf"transformer_blocks\.{num_layers - 1}\.(attn\.to_add_out|txt_mlp\.net\.(0\.proj|2))"
+    """Regular expression of the modules that no image depends on: the last block drops its text stream, so all that
+    only its text tokens see (their queries, output projection and MLP) has no gradient or a zero one."""
+    text_only = r"attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp\.net\.(0\.proj|2)"
+    return rf"transformer_blocks\.{num_layers - 1}\.({text_only})"
 
 
 def check_lora_targets(folder: Path, target_modules: Sequence[str]) -> None:
@@ -205,11 +207,14 @@ def add_lora(
 
     Layers that never reach the image get none, so that every trainable parameter has a gradient.
     """
+    unused = unused_modules(transformer.config.num_layers)
+    names = [name for name, _ in transformer.named_modules() if re.fullmatch(unused, name)]
+    targeted = any(name == target or name.endswith(f".{target}") for name in names for target in target_modules)
     config = LoraConfig(
         r=rank,
         lora_alpha=lora_alpha,
         target_modules=list(target_modules),
-        exclude_modules=unused_modules(transformer.config.num_layers),
+        exclude_modules=unused if targeted else None,
         init_lora_weights="gaussian",
     )
     transformer.add_adapter(config, adapter_name=adapter_name)
@@ -277,6 +282,19 @@ def export_lora(folder: str | Path, state_dict: dict[str, Tensor], lora_config: 
         },
         transformer_lora_adapter_metadata=metadata,
     )
+    sort_safetensors_header(Path(folder) / "pytorch_lora_weights.safetensors")
+
+
+def sort_safetensors_header(path: Path) -> None:
+    """Put the header's metadata in order, which safetensors writes in a random one: the same run, the same bytes."""
+    with open(path, "rb+") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps({"__metadata__": header.pop("__metadata__"), **header}, separators=(",", ":"))
+        assert len(text) <= length, "a header in other order is as long"
+        file.seek(8)
+        file.write(text.ljust(length).encode())
 
 
 # ----- Conditions --------------------------------------------------------------------------------------------------

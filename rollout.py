@@ -1,9 +1,18 @@
 """Prompts to trajectories with the current policy, to images, to rewards, to the cache.
 
+The training scripts call its functions; as a script it writes a cache to train from later (--trajectory_cache):
+
+    accelerate launch rollout.py --pretrained_model_name_or_path Qwen/Qwen-Image --prompts train.txt \
+        --reward_funcs my_reward.py:score --output_dir caches/first
+
 Shapes: B samples of a batch, N denoising steps, W trained steps (the SDE window), L image tokens, C channels.
 """
 
+import argparse
 import math
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,21 +20,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.utils import make_image_grid
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from prompts import batch_samples, check_batch_arithmetic, epoch_samples, load_prompts, rank_batches
 from qwen_image import (
     PIXELS_PER_TOKEN,
+    SDE_TYPES,
+    check_pipeline_class,
     decode_latents,
     encode_prompts,
+    get_sigmas,
     load_pipeline,
+    local_pipeline_folder,
+    predict_velocity,
     prompt_conditions,
     sde_step_with_logprob,
     seeded_noise,
+    transformer_fingerprint,
 )
-from rewards import RewardFunction, score_images, to_pil
+from rewards import RewardFunction, group_advantages, load_reward, score_images, to_pil
+from run_folder import run_script
+from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from trajectory_cache import (
     NEGATIVE_PROMPT_ID,
     TrajectoryCache,
@@ -33,6 +52,7 @@ from trajectory_cache import (
     read_micro_batch,
     read_prompt_embeds,
     table_writer,
+    write_manifest,
 )
 
 # The streams of random numbers that one sample draws from; each is a function of (seed, epoch, sample, stream).
@@ -406,3 +426,152 @@ def sample_batch(
         step_noise=lambda step: noise(STEP_NOISE, step),
         keep_prev_sample_mean=keep_prev_sample_mean,
     )
+
+
+# ----- A script of its own -----------------------------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the training scripts that a rollout needs, with the same meaning and defaults."""
+    parser = argparse.ArgumentParser(description="Write a trajectory cache: one epoch of rollouts with their rewards.")
+    flag = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("model").add_argument
+    add("--pretrained_model_name_or_path", required=True, help="hub name or folder of a QwenImagePipeline")
+    add("--revision", help="branch, tag or commit of the hub model")
+    add("--lora", help="folder of an adapter to sample with, such as a run folder; none: the model itself")
+
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompts", required=True, help=".txt, .jsonl, or a name or folder for `datasets`")
+    add("--prompt_column", default="prompt", help="column or key that holds the prompt")
+    add("--negative_prompt", default=" ", help="negative prompt of true CFG")
+    add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
+
+    add = parser.add_argument_group("rollout").add_argument
+    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
+    add("--true_cfg_scale", type=float, default=4.0, help="true CFG in rollout and update; 1 switches it off")
+    add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
+    add("--num_prompts_per_epoch", type=int, default=32, help="prompts per epoch, over all processes")
+    add("--num_images_per_prompt", type=int, default=16, help="images of a prompt, the group of its advantages")
+    add("--sde_type", choices=SDE_TYPES, default="sde", help="how noise enters: Flow-SDE, CPS or DanceGRPO's")
+    add("--noise_level", type=float, default=1.2, help="eta, the strength of the injected noise")
+    add("--sde_window_size", type=int, default=2, help="steps with noise, the trained ones; 0: all but the last")
+    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window is drawn within [a, b)")
+    add("--train_batch_size", type=int, default=4, help="samples of one forward per device, in rollout and update")
+    add("--epoch", type=int, default=0, help="which epoch of a training run to sample: its prompts, noise and window")
+    add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
+
+    add = parser.add_argument_group("reward and output").add_argument
+    add("--reward_funcs", nargs="+", required=True, help="names in rewards.py or module.py:function")
+    add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
+    add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
+    add("--keep_prev_sample_mean", action="store_true", help="keep what --policy_loss grpo_guard compares with")
+    add("--output_dir", required=True, help="the cache's folder; it must not exist")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Sample one epoch's prompts and write the cache; ranks share the batches."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    batches_per_update = check_batch_arithmetic(
+        num_prompts=args.num_prompts_per_epoch,
+        images_per_prompt=args.num_images_per_prompt,
+        batch_size=args.train_batch_size,
+        world_size=world_size,
+        num_updates=1,
+    )
+    check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
+    folder = Path(args.output_dir)
+    if any(folder.glob("manifest-*.json")):
+        raise ValueError(f"--output_dir {folder} holds a cache already: name another folder, or delete it")
+    prompts = load_prompts(args.prompts, column=args.prompt_column)
+    rewards = {name: load_reward(name) for name in args.reward_funcs}
+    reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
+    if len(reward_weights) != len(rewards):
+        raise ValueError(f"--reward_weights has {len(reward_weights)} values for {len(rewards)} --reward_funcs")
+    subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
+    model_folder = local_pipeline_folder(
+        args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
+    )
+
+    accelerator = make_accelerator()
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("rollout.py keeps the model whole on each GPU: launch with accelerate_configs/ddp.yaml")
+    rank, device, dtype = accelerator.process_index, accelerator.device, compute_dtype(accelerator)
+    own_batches = rank_batches(1, batches_per_update, rank=rank, world_size=world_size)
+    batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
+    own_samples = [sample for batch in batches for sample in batch]
+    sizes = len(prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
+    prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=args.epoch)
+    window = draw_sde_window(
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=args.epoch
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        transformer, sampling = load_models(
+            model_folder,
+            dtype=dtype,
+            encode_dtype=dtype,
+            output_dir=Path(scratch),
+            rank=rank,
+            device=device,
+            texts={prompt_ids[sample]: prompts[prompt_ids[sample]]["prompt"] for sample in own_samples},
+            eval_texts={},
+            negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
+            max_sequence_length=args.max_sequence_length,
+        )
+        if args.lora:
+            transformer.load_lora_adapter(
+                args.lora, prefix="transformer", weight_name="pytorch_lora_weights.safetensors"
+            )
+        size = {"height": args.resolution, "width": args.resolution}
+        sigmas = get_sigmas(sampling.scheduler, args.num_inference_steps, **size)
+        predict = partial(
+            predict_velocity,
+            accelerator.prepare_model(transformer, evaluation_mode=True),
+            true_cfg_scale=args.true_cfg_scale,
+            cfg_batched=args.cfg_batched,
+            dtype=dtype,
+            **size,
+        )
+        fields = ["all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs"]
+        sampling.vae.to(device)
+        scores = write_rollout(
+            predict,
+            folder=folder,
+            shard=rank,
+            batches=batches,
+            prompt_ids=prompt_ids,
+            prompts=prompts,
+            embeddings=sampling.embeddings,
+            negative=sampling.negative,
+            vae=sampling.vae,
+            rewards=rewards,
+            sigmas=sigmas,
+            sde_window=window,
+            sde_type=args.sde_type,
+            noise_level=args.noise_level,
+            seed_words=(args.seed, args.epoch),
+            fields=[*fields, "old_prev_sample_mean"] if args.keep_prev_sample_mean else fields,
+            show_progress=accelerator.is_local_main_process,
+            **size,
+        )
+    table = torch.zeros(len(prompt_ids), len(rewards), dtype=torch.float64)
+    table[own_samples] = scores
+    table = reduce_to_cpu(accelerator, table)
+    totals = table @ reward_weights
+    advantages = group_advantages(totals, torch.tensor(prompt_ids), global_std=args.global_std)
+    write_values(folder, rank, own_samples, prompt_ids, table, list(rewards), totals, advantages)
+    facts = {
+        "num_shards": world_size, "epoch": args.epoch, "seed": args.seed, "sde_window": window,
+        "model": transformer_fingerprint(model_folder), "sigmas": sigmas.tolist(), "sde_type": args.sde_type,
+        "noise_level": args.noise_level, "true_cfg_scale": args.true_cfg_scale,
+    }  # fmt: skip
+    write_manifest(folder, rank, facts | size)
+    accelerator.wait_for_everyone()
+    accelerator.print(f"{len(prompt_ids)} trajectories are in {folder}, mean reward {totals.mean():.4g}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: main(parse_args())))

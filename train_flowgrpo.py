@@ -57,17 +57,22 @@ FORWARD_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
+    "prompts": str(HERE / "assets/demo_prompts.txt"),
+    "eval_prompts": str(HERE / "assets/demo_eval_prompts.txt"),
+    "reward_funcs": ["glyph_match"],
+    "eval_reward_funcs": ["glyph_accuracy", "jpeg_incompressibility"],
     "resolution": 64,
-    "learning_rate": 3e-3,
-    "clip_range": 1e-3,
-    "num_train_epochs": 40,
+    "true_cfg_scale": 1.0,
+    "noise_level": 0.8,
     "num_prompts_per_epoch": 8,
-    "num_images_per_prompt": 8,
     "train_batch_size": 16,
+    "num_train_epochs": 40,
     "rank": 16,
     "lora_alpha": 32,
+    "learning_rate": 1e-3,
+    "clip_range": 1e-3,
     "eval_num_inference_steps": 10,
-    "eval_epochs": 20,
+    "gradient_checkpointing": False,
 }
 
 
@@ -87,12 +92,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=64, help="rank of the LoRA matrices")
     add("--lora_alpha", type=int, default=128, help="the adapter is scaled by lora_alpha / rank")
     add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
-    add(
-        "--gradient_checkpointing", action=flag, default=True, help="recompute the blocks' activations in the backward"
-    )
+    add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
 
     add = parser.add_argument_group("prompts").add_argument
-    add("--prompts", default=str(HERE / "assets/prompts.txt"), help=".txt, .jsonl, or a name or folder for `datasets`")
+    add("--prompts", help=".txt, .jsonl, or a name or folder for `datasets`")
     add("--prompt_column", default="prompt", help="column or key that holds the prompt")
     add("--negative_prompt", default=" ", help="negative prompt of true CFG")
     add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
@@ -106,18 +109,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num_images_per_prompt", type=int, default=16, help="images of a prompt, the group of its advantages")
     add("--sde_type", choices=SDE_TYPES, default="sde", help="how noise enters: Flow-SDE, CPS or DanceGRPO's")
     add("--noise_level", type=float, default=1.2, help="eta, the strength of the injected noise")
-    add(
-        "--sde_window_size",
-        type=int,
-        default=2,
-        help="steps with noise, which are the trained ones; 0: all but the last",
-    )
-    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window is drawn within these steps [a, b)")
+    add("--sde_window_size", type=int, default=2, help="steps with noise, the trained ones; 0: all but the last")
+    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window is drawn within [a, b)")
 
     add = parser.add_argument_group("reward").add_argument
-    add(
-        "--reward_funcs", nargs="+", default=["jpeg_compressibility"], help="names in rewards.py or module.py:function"
-    )
+    add("--reward_funcs", nargs="+", help="names in rewards.py or module.py:function")
     add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
     add("--drop_zero_std_groups", action=flag, default=False, help="leave prompts whose rewards are all equal out")
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
@@ -127,9 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kl_beta", type=float, default=0.0, help="weight of the KL to the base model; 0 runs no reference forward")
     add("--clip_range", type=float, default=1e-4, help="ratios are clipped to 1 +- this; log-probs are means, so tiny")
     add("--adv_clip_max", type=float, default=5.0, help="advantages are clipped to +- this")
-    add(
-        "--num_updates_per_epoch", type=int, default=2, help="optimizer steps that one pass over a rollout is cut into"
-    )
+    add("--num_updates_per_epoch", type=int, default=2, help="optimizer steps of one pass over a rollout")
     add("--num_inner_epochs", type=int, default=1, help="passes over a rollout")
 
     add = parser.add_argument_group("optimization").add_argument
@@ -146,27 +140,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("staging").add_argument
     add("--enable_timestep_staging", action="store_true", help="only the current timestep's inputs on the device")
-    add(
-        "--staging_prefetch", type=int, default=0, help="steps copied ahead through pinned buffers; no change on a CPU"
-    )
+    add("--staging_prefetch", type=int, default=0, help="steps copied ahead through pinned buffers; GPU only")
     add("--timesteps_per_forward", type=int, default=1, help="consecutive timesteps that run as one batch")
     add("--return_model_output", action="store_true", help="keep every timestep's outputs and write them to outputs/")
 
     add = parser.add_argument_group("evaluation and output").add_argument
-    add(
-        "--eval_prompts", default=str(HERE / "assets/eval_prompts.txt"), help="prompts of the evaluation, as --prompts"
-    )
+    add("--eval_prompts", help="prompts of the evaluation, as --prompts; none: no evaluation")
+    add("--eval_reward_funcs", nargs="*", default=[], help="rewards evaluated besides, never trained on")
     add("--eval_epochs", type=int, default=10, help="evaluate every so many epochs, before the first too; 0: never")
     add("--eval_num_inference_steps", type=int, default=50, help="ODE steps of the evaluation")
-    add("--trajectory_cache", help="train from this cache of rollout.py or another program instead of rolling out")
+    add("--trajectory_cache", help="train from this cache instead of rolling out")
     add("--verify_cache", action="store_true", help="verify the checksums of this run's own caches too")
     add("--keep_trajectories", type=int, default=1, help="epochs whose trajectory caches stay on disk")
-    add(
-        "--checkpointing_steps",
-        type=int,
-        default=20,
-        help="checkpoint at the first epoch's end past each multiple; 0: never",
-    )
+    add("--checkpointing_steps", type=int, default=20, help="checkpoint at the next epoch's end; 0: never")
     add("--checkpoints_total_limit", type=int, default=2, help="older checkpoints are deleted")
     add("--resume_from_checkpoint", help="`latest` or a checkpoint's folder, with the same command otherwise")
     add("--report_to", default="none", choices=("none", *TRACKERS), help="tracker besides metrics.jsonl")
@@ -223,8 +209,11 @@ def check_args(args: argparse.Namespace, *, world_size: int) -> None:
             f"--sde_window_range {first} {stop} reaches the last of {args.num_inference_steps} steps, which cannot be "
             f"trained: end it at {args.num_inference_steps - 1}"
         )
-    weights = args.reward_weights or [1.0] * len(args.reward_funcs)
-    if len(weights) != len(args.reward_funcs):
+    if args.trajectory_cache is None and not (args.prompts and args.reward_funcs):
+        missing = "--prompts" if not args.prompts else "--reward_funcs"
+        raise ValueError(f"{missing} is missing: a run with --pretrained_model_name_or_path needs prompts and rewards")
+    weights = args.reward_weights or [1.0] * len(args.reward_funcs or [])
+    if len(weights) != len(args.reward_funcs or []):
         raise ValueError(
             f"--reward_weights has {len(weights)} values for {len(args.reward_funcs)} --reward_funcs: give one each"
         )
@@ -461,10 +450,11 @@ def update_metrics(
 class Inputs(NamedTuple):
     """All that a run starts from but models, checked."""
 
-    model_folder: Path | None  # None: the demo pipeline, made in the run folder
+    model_folder: Path
     prompts: list[dict[str, Any]]
     eval_prompts: list[dict[str, Any]]
     rewards: dict[str, Callable]
+    eval_rewards: dict[str, Callable]  # those and the held-out ones
     reward_weights: Tensor  # (R,) float64
     cache: TrajectoryCache | None  # of --trajectory_cache
     checkpoint: Path | None
@@ -477,18 +467,18 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     check_supported(os.environ)
     check_args(args, world_size=world_size)
     online = args.trajectory_cache is None
-    model_folder = None
+    model_folder = HERE / "assets/demo_pipeline"
     if args.pretrained_model_name_or_path is not None:
         qwen_image.check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
         subfolders = ("scheduler", "transformer") + (("text_encoder", "tokenizer", "vae") if online else ())
         model_folder = qwen_image.local_pipeline_folder(
             args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
         )
-        if args.use_lora:
-            qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
-    elif not online:
-        raise ValueError("--trajectory_cache needs the model that made it: give --pretrained_model_name_or_path")
-    rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs}
+    if args.use_lora:
+        qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
+    rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs or []}
+    eval_rewards = rewards | {name: reward_functions.load_reward(name) for name in args.eval_reward_funcs}
+    has_evaluation = online and args.eval_epochs and args.eval_prompts
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
         cache = open_cache(args.trajectory_cache, verify_checksums=True)
@@ -506,8 +496,9 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     return Inputs(
         model_folder=model_folder,
         prompts=load_prompts(args.prompts, column=args.prompt_column) if online else [],
-        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column) if online and args.eval_epochs else [],
+        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column) if has_evaluation else [],
         rewards=rewards,
+        eval_rewards=eval_rewards,
         reward_weights=torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64),
         cache=cache,
         checkpoint=checkpoint,
@@ -527,8 +518,8 @@ def cache_facts(
 ) -> dict[str, Any]:
     """What a cache's manifest says of its rollout, and a run that trains from it must share."""
     sigmas = get_sigmas(scheduler, args.num_inference_steps, height=args.resolution, width=args.resolution)
-    facts = {"model": qwen_image.transformer_fingerprint(model_folder), "sigmas": sigmas.tolist()}
-    facts |= {"height": args.resolution, "width": args.resolution}
+    facts = {"model": qwen_image.transformer_fingerprint(model_folder)}
+    facts |= {"height": args.resolution, "width": args.resolution, "sigmas": sigmas.tolist()}
     return facts | {name: getattr(args, name) for name in ("sde_type", "noise_level", "true_cfg_scale")}
 
 
@@ -560,7 +551,8 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), FORWARD_FIELDS)
     planned = planned_bytes(args, num_timesteps, inputs.num_samples)
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
-    demo = f"demo at {args.resolution} px, with {DEMO_DEFAULTS}"
+    shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
+    demo = f"demo pipeline at {args.resolution} px, whose defaults are {shown}"
     accelerator.print(
         f"***** FlowGRPO *****\n"
         f"model              {args.pretrained_model_name_or_path or demo}\n"
@@ -788,7 +780,7 @@ def evaluate(
         embeddings=sampling.eval_embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
-        rewards=inputs.rewards,
+        rewards=inputs.eval_rewards,
         sigmas=get_sigmas(sampling.scheduler, args.eval_num_inference_steps, **size),
         batch_size=args.train_batch_size,
         rank=accelerator.process_index,
@@ -800,7 +792,9 @@ def evaluate(
     scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)
     if accelerator.is_main_process:
         rollout.save_grid(grid, Path(args.output_dir) / f"grids/epoch-{epoch:05d}.png")
-    return {f"eval/{name}": value for name, value in zip(inputs.rewards, scores.mean(dim=0).tolist(), strict=True)}
+    return {
+        f"eval/{name}": value for name, value in zip(inputs.eval_rewards, scores.mean(dim=0).tolist(), strict=True)
+    }
 
 
 # ----- Main --------------------------------------------------------------------------------------------------------
@@ -838,13 +832,9 @@ def main(args: argparse.Namespace) -> None:
             texts |= {prompt_ids[sample]: inputs.prompts[prompt_ids[sample]]["prompt"] for sample in own_samples}
 
     # Models: of the text encoder only the embeddings stay.
-    model_folder = inputs.model_folder or output_dir / "demo_pipeline"
-    if inputs.model_folder is None and inputs.state is None and accelerator.is_main_process:
-        qwen_image.tiny_pipeline(args.seed).save_pretrained(model_folder)
-    accelerator.wait_for_everyone()
     dtype = sharding.compute_dtype(accelerator)
     transformer, sampling = rollout.load_models(
-        model_folder,
+        inputs.model_folder,
         dtype=dtype if args.use_lora else torch.float32,  # weights that train are fp32, and cast where they compute
         encode_dtype=dtype,
         output_dir=output_dir,
@@ -855,7 +845,7 @@ def main(args: argparse.Namespace) -> None:
         negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
         max_sequence_length=args.max_sequence_length,
     )
-    facts = cache_facts(args, sampling.scheduler, model_folder)
+    facts = cache_facts(args, sampling.scheduler, inputs.model_folder)
     policy = make_policy(
         args, accelerator, transformer, num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
     )

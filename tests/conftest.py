@@ -1,0 +1,17 @@
+"""Shared by all tests, which run on a CPU and without a network."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of a hub library, which reads it once
+
+import pytest
+
+from qwen_image import tiny_pipeline
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline_folder(tmp_path_factory):
+    """A saved QwenImagePipeline with random weights, made once; tests must not write into it."""
+    folder = tmp_path_factory.mktemp("tiny_pipeline")
+    tiny_pipeline(0).save_pretrained(folder)
+    return folder

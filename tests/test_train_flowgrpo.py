@@ -1,0 +1,420 @@
+"""train_flowgrpo.py as a whole, on the tiny pipeline in this process: python -m pytest tests/test_train_flowgrpo.py"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers import QwenImagePipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+import rollout
+import run_folder
+import train_flowgrpo
+from qwen_image import tiny_pipeline, unused_modules
+from rewards import jpeg_compressibility
+from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
+
+SMALL = [
+    "--resolution",
+    "64",
+    "--num_inference_steps",
+    "4",
+    "--sde_window_range",
+    "0",
+    "3",
+    "--true_cfg_scale",
+    "2",
+    "--num_prompts_per_epoch",
+    "4",
+    "--num_images_per_prompt",
+    "4",
+    "--train_batch_size",
+    "4",
+    "--num_train_epochs",
+    "2",
+    "--rank",
+    "4",
+    "--lora_alpha",
+    "8",
+    "--learning_rate",
+    "3e-3",
+    "--clip_range",
+    "1e-3",
+    "--eval_epochs",
+    "2",
+    "--eval_num_inference_steps",
+    "4",
+    "--checkpointing_steps",
+    "2",
+]
+
+
+def reset_accelerate():
+    """Let the next Accelerator of this process read the environment anew."""
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def run(output_dir: Path, model: Path, *options: str, script=train_flowgrpo) -> Path:
+    """Run main in this process; returns the run folder."""
+    reset_accelerate()
+    prompts = output_dir.parent / "prompts.txt"
+    prompts.write_text("".join(f"a picture of {word}\n" for word in ("one", "three cats", "rain", "an old clock")))
+    named = ["--pretrained_model_name_or_path", str(model), "--prompts", str(prompts), "--eval_prompts", str(prompts)]
+    script.main(script.parse_args([*SMALL, *named, "--output_dir", str(output_dir), *options]))
+    return output_dir
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """metrics.jsonl without what a machine's speed decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def adapter_bytes(folder: Path) -> bytes:
+    return (folder / "pytorch_lora_weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_pipeline_folder):
+    """A finished run of two epochs that kept its caches."""
+    folder = tmp_path_factory.mktemp("run") / "finished"
+    return run(folder, tiny_pipeline_folder, "--enable_timestep_staging", "--keep_trajectories", "5")
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_staging_changes_no_number(tmp_path, tiny_pipeline_folder, monkeypatch, precision):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    staging = {
+        "off": [],
+        "on": ["--enable_timestep_staging"],
+        "prefetch": ["--enable_timestep_staging", "--staging_prefetch", "1"],
+    }
+    folders = [run(tmp_path / name, tiny_pipeline_folder, *options) for name, options in staging.items()]
+    for folder in folders[1:]:
+        assert metrics_of(folder) == metrics_of(folders[0])
+        assert adapter_bytes(folder) == adapter_bytes(folders[0])
+    first_of_epoch = [
+        line for line in metrics_of(folders[0]) if line.get("step") in (1, 3) and "train/grad_norm" in line
+    ]
+    assert [line["train/ratio_max_dev"] for line in first_of_epoch] == [0.0, 0.0]
+    assert any(line.get("train/ratio_max_dev", 0) > 0 for line in metrics_of(folders[0]))
+
+
+def test_run_folder_is_complete(finished):
+    for name in ("args.json", "code/train_flowgrpo.py", "metrics.jsonl", "checkpoints/epoch-00002/state.json"):
+        assert (finished / name).is_file()
+    grids = sorted(path.name for path in (finished / "grids").iterdir())
+    assert grids == ["epoch-00000.png", "epoch-00002.png"]
+    assert Image.open(finished / "grids" / grids[0]).size == (128, 128)
+    assert not list(finished.rglob("*.tmp"))
+
+
+def test_reloaded_adapter_is_the_evaluated_policy(finished, tiny_pipeline_folder):
+    pipeline = QwenImagePipeline.from_pretrained(tiny_pipeline_folder)
+    base = evaluate_pipeline(pipeline)
+    pipeline.load_lora_weights(finished)
+    evaluations = [
+        line["eval/jpeg_compressibility"] for line in metrics_of(finished) if "eval/jpeg_compressibility" in line
+    ]
+    assert evaluations == pytest.approx([base, evaluate_pipeline(pipeline)], abs=1e-6)
+    assert evaluations[0] != evaluations[1]
+
+
+def evaluate_pipeline(pipeline) -> float:
+    """The evaluation's mean reward, sampled with a pipeline."""
+    prompts = [{"prompt": f"a picture of {word}"} for word in ("one", "three cats", "rain", "an old clock")]
+    encode = rollout.encode_prompts
+    texts = [row["prompt"] for row in prompts]
+    embeddings = dict(enumerate(encode(pipeline, texts, device=torch.device("cpu"), max_sequence_length=512)))
+    (negative,) = encode(pipeline, [" "], device=torch.device("cpu"), max_sequence_length=512)
+    size = {"height": 64, "width": 64}
+    scores, _ = rollout.sample_evaluation(
+        lambda *tensors, **conditions: rollout.predict_velocity(
+            pipeline.transformer,
+            *tensors,
+            true_cfg_scale=2.0,
+            cfg_batched=True,
+            dtype=torch.float32,
+            **size,
+            **conditions,
+        ),
+        prompts=prompts,
+        embeddings=embeddings,
+        negative=negative,
+        vae=pipeline.vae,
+        rewards={"jpeg_compressibility": jpeg_compressibility},
+        sigmas=rollout.get_sigmas(pipeline.scheduler, 4, **size),
+        batch_size=4,
+        rank=0,
+        world_size=1,
+        seed=0,
+        **size,
+    )
+    return scores.mean().item()
+
+
+def test_resume_gives_the_same_run(tmp_path, tiny_pipeline_folder):
+    whole = run(tmp_path / "whole", tiny_pipeline_folder, "--num_train_epochs", "4")
+    halved = run(tmp_path / "halved", tiny_pipeline_folder, "--num_train_epochs", "4")
+    shutil.rmtree(halved / "checkpoints/epoch-00004")  # as if it had been killed in the third epoch
+    assert (halved / "checkpoints/epoch-00003").is_dir()
+    (halved / "pytorch_lora_weights.safetensors").unlink()
+    run(halved, tiny_pipeline_folder, "--num_train_epochs", "4", "--resume_from_checkpoint", "latest")
+    assert metrics_of(halved) == metrics_of(whole)
+    assert adapter_bytes(halved) == adapter_bytes(whole)
+
+
+@pytest.mark.parametrize("loss", ["clip", "grpo_guard"])
+def test_training_from_a_cache_equals_the_online_run(tmp_path, tiny_pipeline_folder, loss):
+    options = ["--policy_loss", loss, "--num_inner_epochs", "2", "--num_train_epochs", "1"]
+    online = run(tmp_path / "online", tiny_pipeline_folder, *options)
+    names = [
+        "--resolution",
+        "--num_inference_steps",
+        "--sde_window_range",
+        "--true_cfg_scale",
+        "--num_prompts_per_epoch",
+        "--num_images_per_prompt",
+        "--train_batch_size",
+    ]
+    small = [word for name in names for word in SMALL[SMALL.index(name) :][: 3 if name == "--sde_window_range" else 2]]
+    reset_accelerate()
+    rollout.main(
+        rollout.parse_args(
+            [*small, "--pretrained_model_name_or_path", str(tiny_pipeline_folder), "--prompts", str(tmp_path / "prompts.txt"),
+             "--reward_funcs", "jpeg_compressibility", "--output_dir", str(tmp_path / "cache"),
+             *(["--keep_prev_sample_mean"] if loss == "grpo_guard" else [])]
+        )
+    )  # fmt: skip
+    model = tmp_path / "transformer_only"
+    shutil.copytree(tiny_pipeline_folder, model, ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer"))
+    cached = run(tmp_path / "cached", model, *options, "--trajectory_cache", str(tmp_path / "cache"))
+    assert adapter_bytes(cached) == adapter_bytes(online)
+
+
+def test_missing_old_log_probs_are_recomputed(tmp_path, tiny_pipeline_folder):
+    online = run(tmp_path / "online", tiny_pipeline_folder, "--num_train_epochs", "1")
+    cache = tmp_path / "cache"
+    source = online / "trajectories/epoch-00000"
+    rewrite_without(source, cache, "old_log_probs")
+    assert "old_log_probs" not in open_cache(cache).fields
+    cached = run(tmp_path / "cached", tiny_pipeline_folder, "--trajectory_cache", str(cache))
+    assert adapter_bytes(cached) == adapter_bytes(online)
+
+
+def rewrite_without(source: Path, target: Path, field: str) -> None:
+    """Copy a one-shard cache, leaving one field out."""
+    shutil.copytree(source, target)
+    opened = open_cache(source)
+    with table_writer(target / "trajectories-00000.arrow") as write:
+        for row, (sample, prompt) in enumerate(zip(opened.sample_indices, opened.prompt_ids, strict=True)):
+            tensors = {k: v for k, v in read_tensors(opened.trajectories, row).items() if k != field}
+            write({"sample_index": sample, "prompt_id": prompt, **tensors})
+    write_manifest(target, 0, {k: v for k, v in opened.facts.items() if k not in ("files", "schema_version", "shard")})
+
+
+def test_kl_to_the_base_model(tmp_path, tiny_pipeline_folder, monkeypatch):
+    calls = {"policy": 0, "reference": 0}
+    make_policy = train_flowgrpo.make_policy
+
+    def counting(*args):
+        policy = make_policy(*args)
+
+        def count(name, function):
+            def call(*tensors, **conditions):
+                calls[name] += torch.is_grad_enabled() or name == "reference"
+                return function(*tensors, **conditions)
+
+            return call
+
+        counted = {"predict": count("policy", policy.predict)}
+        return policy._replace(**counted, predict_reference=count("reference", policy.predict_reference))
+
+    monkeypatch.setattr(train_flowgrpo, "make_policy", counting)
+    without = run(tmp_path / "without", tiny_pipeline_folder)
+    steps = 2 * 4 * 2  # epochs x batches x timesteps
+    assert calls == {"policy": steps, "reference": 0}
+    with_kl = run(tmp_path / "with", tiny_pipeline_folder, "--kl_beta", "0.1")
+    assert calls == {"policy": 2 * steps, "reference": steps}
+    kl = [line["train/kl_loss"] for line in metrics_of(with_kl) if "train/kl_loss" in line]
+    assert kl[0] == 0 and all(value > 0 for value in kl[1:])  # LoRA B is 0 before the first step
+    assert not any("train/kl_loss" in line for line in metrics_of(without))
+
+
+def test_full_weights_train_export_and_resume(tmp_path, tiny_pipeline_folder):
+    options = ["--no-use_lora", "--learning_rate", "1e-4", "--num_train_epochs", "2", "--checkpointing_steps", "1"]
+    whole = run(tmp_path / "whole", tiny_pipeline_folder, *options)
+    before = load_file(tiny_pipeline_folder / "transformer/diffusion_pytorch_model.safetensors")
+    after = load_file(whole / "transformer/diffusion_pytorch_model.safetensors")
+    assert before.keys() == after.keys()
+    unused = {name for name in before if torch.equal(before[name], after[name])}
+    assert unused == {name for name in before if re.fullmatch(unused_modules(2), name.rpartition(".")[0])}
+    shutil.rmtree(whole / "transformer")
+    shutil.rmtree(whole / "checkpoints/epoch-00002")
+    run(whole, tiny_pipeline_folder, *options, "--resume_from_checkpoint", "latest")
+    resumed = load_file(whole / "transformer/diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(after[name], resumed[name]) for name in after)
+
+
+def test_kept_outputs_are_written(tmp_path, tiny_pipeline_folder):
+    folder = run(tmp_path / "kept", tiny_pipeline_folder, "--return_model_output", "--enable_timestep_staging")
+    files = sorted((folder / "outputs").iterdir())
+    assert len(files) == 4
+    outputs = load_file(files[0])
+    assert {name: tuple(tensor.shape) for name, tensor in outputs.items() if name.startswith("0.")} == {
+        "0.log_probs": (4, 2), "0.std_dev_t": (4, 2), "0.sqrt_dt": (4, 2), "0.prev_sample_mean": (4, 2, 16, 64),
+    }  # fmt: skip
+
+
+def test_dropped_groups_leave_the_gradient_of_the_rest(tmp_path, tiny_pipeline_folder):
+    """Constant rewards for half the prompts: their batches are not run, and the update is that of the others alone."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def score(images, prompts, metadata):\n    return [image.mean().item() if 'one' in p or 'rain' in p else 1.0 for image, p in zip(images, prompts)]\n"
+    )
+    options = ["--reward_funcs", f"{reward}:score", "--num_train_epochs", "1", "--num_updates_per_epoch", "1"]
+    dropped = run(tmp_path / "dropped", tiny_pipeline_folder, *options, "--drop_zero_std_groups")
+    kept = run(tmp_path / "kept", tiny_pipeline_folder, *options)
+    norms = [
+        next(line["train/grad_norm"] for line in metrics_of(f) if "train/grad_norm" in line) for f in (dropped, kept)
+    ]
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4)
+
+
+def test_tensorboard_is_written(tmp_path, tiny_pipeline_folder):
+    folder = run(tmp_path / "run", tiny_pipeline_folder, "--report_to", "tensorboard", "--num_train_epochs", "1")
+    assert list((folder / "logs").rglob("events.out.tfevents*"))
+
+
+REFUSALS = {
+    "noise": (["--noise_level", "0"], "--noise_level 0.0"),
+    "arithmetic": (["--num_prompts_per_epoch", "5", "--num_updates_per_epoch", "2"], "--num_prompts_per_epoch 4"),
+    "resolution": (["--resolution", "70"], "nearest is 64"),
+    "window size": (["--sde_window_size", "4"], "--sde_window_range 0 3"),
+    "window end": (["--sde_window_range", "0", "4"], "end it at 3"),
+    "steps": (["--num_inference_steps", "1"], "at least 2"),
+    "kl without lora": (["--no-use_lora", "--kl_beta", "0.1"], "--use_lora or --kl_beta 0"),
+    "guard with cps": (["--policy_loss", "grpo_guard", "--sde_type", "cps"], "--sde_type sde, not cps"),
+    "target": (["--lora_target_modules", "to_query"], "'to_query'"),
+    "reward": (["--reward_funcs", "beauty"], "choose from"),
+    "weights": (["--reward_weights", "1", "2"], "2 values for 1"),
+    "prompts": (["--prompts", "nowhere.txt"], "nowhere.txt"),
+    "tracker": (["--report_to", "swanlab"], "pip install swanlab"),
+    "batch": (["--train_batch_size", "0"], "--train_batch_size is 0"),
+    "negative seed": (["--seed", "-1"], "--seed is -1"),
+    "no checkpoint": (["--resume_from_checkpoint", "latest"], "no checkpoint"),
+    "cache": (["--trajectory_cache", "nowhere"], "nowhere"),
+    "sequence": (["--max_sequence_length", "2000"], "at most 1024"),
+    "model": (["--pretrained_model_name_or_path", "no/such-model"], "no/such-model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_are_one_line_before_a_model_is_loaded(tmp_path, tiny_pipeline_folder, monkeypatch, capsys, name):
+    options, expected = REFUSALS[name]
+    monkeypatch.setattr(rollout, "load_models", None)  # reaching it would be a TypeError with a traceback
+    code = run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, *options))
+    error = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert expected in error[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron"),
+        ("PARALLELISM_CONFIG_CP_SIZE", "2", "parallelism_config_cp_size"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "parallelism_config_tp_size"),
+    ],
+)
+def test_launchers_that_are_not_supported(
+    tmp_path, tiny_pipeline_folder, monkeypatch, capsys, variable, value, expected
+):
+    monkeypatch.setenv(variable, value)
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder)) == 2
+    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--resolution", "80"], "height 64, this run has 80"),
+        (["--num_inference_steps", "5", "--sde_window_range", "0", "3"], "sigmas"),
+        (["--sde_type", "cps"], "sde_type sde, this run has cps"),
+        (["--noise_level", "0.9"], "noise_level 1.2, this run has 0.9"),
+        (["--true_cfg_scale", "3"], "true_cfg_scale 2.0, this run has 3.0"),
+        (["--train_batch_size", "3"], "16 trajectories"),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused(tmp_path, finished, tiny_pipeline_folder, capsys, options, expected):
+    cache = finished / "trajectories/epoch-00000"
+    code = run_folder.run_script(
+        lambda: run(tmp_path / "run", tiny_pipeline_folder, "--trajectory_cache", str(cache), *options)
+    )
+    assert code == 2
+    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path, finished, capsys):
+    tiny_pipeline(1).save_pretrained(tmp_path / "other")
+    cache = str(finished / "trajectories/epoch-00000")
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tmp_path / "other", "--trajectory_cache", cache)) == 2
+    assert "made with model" in capsys.readouterr().err
+
+
+def test_a_damaged_cache_is_refused(tmp_path, finished, tiny_pipeline_folder, capsys):
+    cache = tmp_path / "cache"
+    shutil.copytree(finished / "trajectories/epoch-00000", cache)
+    path = cache / "trajectories-00000.arrow"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    code = run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, "--trajectory_cache", str(cache)))
+    assert code == 2
+    assert "trajectories-00000.arrow has checksum" in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_folder_is_refused(finished, tiny_pipeline_folder, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert run_folder.run_script(lambda: run(finished, tiny_pipeline_folder)) == 2
+    assert "--resume_from_checkpoint latest" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(tmp_path, finished, tiny_pipeline_folder, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    options = ["--resume_from_checkpoint", "latest", "--rank", "8"]
+    assert run_folder.run_script(lambda: run(folder, tiny_pipeline_folder, *options)) == 2
+    assert "rank 4, this run has 8" in capsys.readouterr().err
+
+
+def test_a_failing_reward_stops_the_run_by_name(tmp_path, tiny_pipeline_folder, capsys):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(images, prompts, metadata):\n    return [float('nan')] * len(prompts)\n")
+    options = ["--reward_funcs", f"{reward}:score", "--eval_epochs", "0"]
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, *options)) == 2
+    assert "is nan for sample 0" in capsys.readouterr().err
+
+
+def test_window_is_drawn_anew_each_epoch(finished):
+    windows = [open_cache(finished / f"trajectories/epoch-{epoch:05d}").facts["sde_window"] for epoch in range(2)]
+    assert all(stop - start == 2 and start >= 0 and stop <= 3 for start, stop in windows)
+
+
+def test_defaults_are_the_recipe_and_the_demo_overrides_few():
+    recipe = train_flowgrpo.parse_args(["--pretrained_model_name_or_path", "Qwen/Qwen-Image"])
+    demo = train_flowgrpo.parse_args([])
+    changed = {name for name in vars(recipe) if getattr(recipe, name) != getattr(demo, name)}
+    assert changed <= {*train_flowgrpo.DEMO_DEFAULTS, "pretrained_model_name_or_path"}
+    assert (recipe.rank, recipe.lora_alpha, recipe.learning_rate, recipe.clip_range) == (64, 128, 3e-4, 1e-4)
+    assert not recipe.enable_timestep_staging and recipe.num_images_per_prompt == 16
