@@ -6,6 +6,7 @@ Shapes: B samples, L = (height/16)(width/16) image tokens, C = 64 channels of a 
 D width of a text embedding. sigma runs from 1 (noise) to 0 (image); velocity v = noise - x0; timesteps = 1000 sigma.
 """
 
+import copy
 import json
 import math
 import re
@@ -244,6 +245,32 @@ def lora_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
+def add_old_adapter(transformer: QwenImageTransformer2DModel, *, dtype: torch.dtype = torch.float32) -> None:
+    """Add the frozen adapter "old", an exact copy of "default", which stays active and trainable."""
+    config = transformer.peft_config["default"]
+    transformer.add_adapter(copy.deepcopy(config), adapter_name="old")
+    parameters = dict(transformer.named_parameters())
+    for name, parameter in parameters.items():
+        if ".lora_" in name and ".old." in name:
+            parameter.data = parameters[name.replace(".old.", ".default.")].detach().to(dtype).clone()
+            parameter.requires_grad_(False)
+            parameters[name.replace(".old.", ".default.")].requires_grad_(True)
+    for layer in lora_layers(transformer):
+        layer._active_adapter = ["default"]
+
+
+@contextmanager
+def adapter_active(layers: Sequence[BaseTunerLayer], adapter_name: str) -> Iterator[None]:
+    """Run another adapter than "default". peft's own switch also changes requires_grad: see adapters_off."""
+    for layer in layers:
+        layer._active_adapter = [adapter_name]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._active_adapter = ["default"]
+
+
 @contextmanager
 def adapters_off(layers: Sequence[BaseTunerLayer]) -> Iterator[None]:
     """Run the base model. peft's own switch also changes requires_grad, which sharding wrappers do not survive."""
@@ -352,10 +379,12 @@ def get_sigmas(
     return scheduler.sigmas.float().cpu().clone()
 
 
-def seeded_noise(seed_words: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Standard normal fp32 noise on the CPU that depends on the words alone, e.g. (seed, epoch, sample, stream)."""
+def seeded_noise(seed_words: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Standard normal fp32 noise that depends on the words alone, e.g. (seed, epoch, sample, stream), and on whether
+    it is drawn on a CPU or a GPU."""
     state = np.random.SeedSequence([int(word) for word in seed_words]).generate_state(1, np.uint64)[0]
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(int(state)))
+    generator = torch.Generator(device).manual_seed(int(state))
+    return torch.randn(*shape, generator=generator, device=device)
 
 
 def predict_velocity(

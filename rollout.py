@@ -146,11 +146,11 @@ def write_rollout(
     sigmas: Tensor,
     height: int,
     width: int,
-    sde_window: tuple[int, int],
-    sde_type: str,
-    noise_level: float,
     seed_words: tuple[int, int],
     fields: Sequence[str],
+    sde_window: tuple[int, int] = (0, 0),
+    sde_type: str = "sde",
+    noise_level: float = 0.0,
     show_progress: bool = False,
 ) -> Tensor:
     """Sample one rank's batches, write its trajectories and prompts tables, and return their rewards (n, R) float64.

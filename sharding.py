@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -66,6 +67,13 @@ def prepare_policy(
         accelerator.state.fsdp_plugin.ignored_modules = adapters or None
     transformer, optimizer = accelerator.prepare(transformer, optimizer)
     return transformer, optimizer, [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+
+
+def prepare_frozen(accelerator: Accelerator, transformer: nn.Module) -> nn.Module:
+    """A second, frozen model, sharded and computing like the prepared one."""
+    if accelerator.is_fsdp2:
+        return fsdp2_prepare_model(accelerator, transformer)
+    return accelerator.prepare_model(transformer, evaluation_mode=accelerator.distributed_type != DistributedType.FSDP)
 
 
 def clip_gradients(

@@ -61,7 +61,10 @@ FLOWGRPO_FIELDS = StepFields(
 
 
 def validate_batch(batch: Mapping[str, Field], fields: StepFields) -> int:
-    """Check a micro-batch before anything runs on it and return T. Raises ValueError naming the field at fault."""
+    """Check a micro-batch before anything runs on it and return T, or 0 for a map without per-step fields.
+
+    Raises ValueError naming the field at fault.
+    """
     batch_sizes, lengths = {}, {}
     for name in (*fields.shared, *fields.per_step):
         if name not in batch:
@@ -101,6 +104,8 @@ def validate_batch(batch: Mapping[str, Field], fields: StepFields) -> int:
         batch_sizes[name] = len(field)
 
     for what, sizes in (("samples", batch_sizes), ("timesteps", lengths)):
+        if not sizes:
+            return 0
         reference, expected = next(iter(sizes.items()))
         for name, size in sizes.items():
             if size != expected:
@@ -113,6 +118,23 @@ def validate_batch(batch: Mapping[str, Field], fields: StepFields) -> int:
             f"field {next(iter(lengths))!r} holds no whole timestep: give it at least one window of entries"
         )
     return num_timesteps
+
+
+NFT_FIELDS = StepFields(
+    shared=(*CONDITIONS, "latents_clean"),
+    per_step={"train_timesteps": 1, "reward_prob": 1},
+    optional=frozenset({"prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask"}),
+)
+
+
+def nft_fields(batch: Mapping[str, Field]) -> StepFields:
+    """NFT_FIELDS for this micro-batch's layout of forward_noise: (B, T, L, C) is per step, (B, L, C) shared; where it
+    is absent the noise is drawn on the device when a step needs it, and staging saves no noise memory."""
+    if "forward_noise" not in batch:
+        return NFT_FIELDS
+    if field_ndim(batch["forward_noise"]) == 4:
+        return NFT_FIELDS._replace(per_step=NFT_FIELDS.per_step | {"forward_noise": 1})
+    return NFT_FIELDS._replace(shared=(*NFT_FIELDS.shared, "forward_noise"))
 
 
 def check_supported(environment: Mapping[str, str]) -> None:

@@ -164,80 +164,73 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_args(args: argparse.Namespace, *, world_size: int) -> None:
-    """Refuse what the options alone show to be wrong. Raises ValueError: what is wrong, the values, what to do."""
-    positive = (
+def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
+    """Refuse what the options of both scripts show to be wrong. Raises ValueError: what, the values, what to do."""
+    above_zero = (
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
-        "clip_range", "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size",
-        "num_train_epochs", "learning_rate", "max_grad_norm", "timesteps_per_forward",
-        "eval_num_inference_steps", "keep_trajectories", "checkpoints_total_limit",
+        "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
+        "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
+        "checkpoints_total_limit",
     )  # fmt: skip
-    for name in positive:
+    for name in above_zero:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    for name in (
-        "seed",
-        "staging_prefetch",
-        "sde_window_size",
-        "eval_epochs",
-        "lr_warmup_steps",
-        "kl_beta",
-        "checkpointing_steps",
-    ):
+    for name in ("seed", "staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
     if args.resolution % PIXELS_PER_TOKEN:
         nearest = max(1, round(args.resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
         raise ValueError(
-            f"--resolution {args.resolution} is no multiple of {PIXELS_PER_TOKEN}: the nearest is {nearest}"
+            f"--resolution {args.resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}"
         )
     if args.num_inference_steps < 2:
-        raise ValueError(
-            f"--num_inference_steps {args.num_inference_steps}: the last step is never trained, give at least 2"
-        )
+        raise ValueError(f"--num_inference_steps {args.num_inference_steps}: give at least 2")
+    if args.max_sequence_length > 1024:
+        raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
+    num_rewards = len(args.reward_funcs or [])
+    if args.reward_weights and len(args.reward_weights) != num_rewards:
+        raise ValueError(f"--reward_weights has {len(args.reward_weights)} values for {num_rewards} --reward_funcs")
+    if args.report_to != "none" and find_spec(args.report_to) is None:
+        raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
+    if args.trajectory_cache is not None:
+        return
+    for name in ("prompts", "reward_funcs"):
+        if not getattr(args, name):
+            raise ValueError(
+                f"--{name} is missing: only the demo, without --pretrained_model_name_or_path, has its own"
+            )
+    check_batch_arithmetic(
+        num_prompts=args.num_prompts_per_epoch,
+        images_per_prompt=args.num_images_per_prompt,
+        batch_size=args.train_batch_size,
+        world_size=world_size,
+        num_updates=args.num_updates_per_epoch,
+    )
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Refuse what FlowGRPO's own options show to be wrong."""
+    if args.clip_range <= 0:
+        raise ValueError(f"--clip_range is {args.clip_range}: it must be above 0")
     if args.noise_level <= 0:
-        raise ValueError(
-            f"--noise_level {args.noise_level}: without noise a step has no log-prob to train, give above 0"
-        )
-    first, stop = args.sde_window_range
-    if args.sde_window_size and not 0 <= first <= stop - args.sde_window_size:
-        raise ValueError(
-            f"--sde_window_size {args.sde_window_size} does not fit --sde_window_range {first} {stop}: widen it"
-        )
-    if args.sde_window_size and stop > args.num_inference_steps - 1:
+        raise ValueError(f"--noise_level {args.noise_level}: without noise a step has no log-prob to train on")
+    size, (first, stop) = args.sde_window_size, args.sde_window_range
+    if size and not 0 <= first <= stop - size:
+        raise ValueError(f"--sde_window_size {size} does not fit in --sde_window_range {first} {stop}: widen it")
+    if size and stop > args.num_inference_steps - 1:
         raise ValueError(
             f"--sde_window_range {first} {stop} reaches the last of {args.num_inference_steps} steps, which cannot be "
             f"trained: end it at {args.num_inference_steps - 1}"
         )
-    if args.trajectory_cache is None and not (args.prompts and args.reward_funcs):
-        missing = "--prompts" if not args.prompts else "--reward_funcs"
-        raise ValueError(f"{missing} is missing: a run with --pretrained_model_name_or_path needs prompts and rewards")
-    weights = args.reward_weights or [1.0] * len(args.reward_funcs or [])
-    if len(weights) != len(args.reward_funcs or []):
-        raise ValueError(
-            f"--reward_weights has {len(weights)} values for {len(args.reward_funcs)} --reward_funcs: give one each"
-        )
-    if args.max_sequence_length > 1024:
-        raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
+    if size < 0 or args.kl_beta < 0:
+        raise ValueError(f"--sde_window_size {size} and --kl_beta {args.kl_beta} must not be negative")
     if args.kl_beta and not args.use_lora:
         raise ValueError(
             f"--kl_beta {args.kl_beta} with --no-use_lora: the reference is the model with its adapter off, so it "
             "needs LoRA; use --use_lora or --kl_beta 0"
         )
     if args.policy_loss == "grpo_guard" and args.sde_type != "sde":
-        raise ValueError(
-            f"--policy_loss grpo_guard is defined for --sde_type sde, not {args.sde_type}: change one of them"
-        )
-    if args.report_to != "none" and find_spec(args.report_to) is None:
-        raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
-    if args.trajectory_cache is None:
-        check_batch_arithmetic(
-            num_prompts=args.num_prompts_per_epoch,
-            images_per_prompt=args.num_images_per_prompt,
-            batch_size=args.train_batch_size,
-            world_size=world_size,
-            num_updates=args.num_updates_per_epoch,
-        )
+        raise ValueError(f"--policy_loss grpo_guard is defined for --sde_type sde, not {args.sde_type}: change one")
 
 
 # ----- The loss ----------------------------------------------------------------------------------------------------
@@ -465,7 +458,8 @@ class Inputs(NamedTuple):
 def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     """Refuse what options, prompts, rewards, caches and checkpoints show to be wrong, before any model is loaded."""
     check_supported(os.environ)
-    check_args(args, world_size=world_size)
+    check_common_args(args, world_size=world_size)
+    check_args(args)
     online = args.trajectory_cache is None
     model_folder = HERE / "assets/demo_pipeline"
     if args.pretrained_model_name_or_path is not None:

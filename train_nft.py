@@ -1,0 +1,1025 @@
+"""DiffusionNFT for Qwen-Image (arXiv 2509.16117): reinforcement learning on the forward process, no log-probs.
+
+Every epoch: (1) sample a group of images for each prompt with the OLD policy and an ODE solver, keep only the images'
+latents; (2) reward the images, advantage = reward against its group, reward_prob = its place in [0, 1]; (3) noise the
+latents to several timesteps and move the policy towards the old one's implicit positive and away from its negative;
+let the old policy follow; (4) log, evaluate.
+
+    accelerate launch train_nft.py --enable_timestep_staging
+    accelerate launch --config_file accelerate_configs/ddp.yaml train_nft.py --enable_timestep_staging \
+        --pretrained_model_name_or_path Qwen/Qwen-Image --prompts train.txt --reward_funcs my_reward.py:score
+
+How it differs from the official code: only x0 is cached, on the CPU, and only the current timestep is on the device;
+no reference forward at --ref_kl_coef 0 and no old forward while old and current are the same weights; noise depends on
+(seed, epoch, sample, step), not on the number of GPUs; full weights can be trained.
+
+Shapes: B samples of a micro-batch, T trained timesteps of a sample, K timesteps of one forward, L image tokens,
+C latent channels, S text tokens, D embedding width.
+"""
+
+import argparse
+import copy
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.optimization import SchedulerType, get_scheduler
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+import qwen_image
+import rewards as reward_functions
+import rollout
+import run_folder
+import sharding
+from prompts import batch_samples, check_batch_arithmetic, epoch_samples, load_prompts, rank_batches
+from prompts import update_plan as plan_updates
+from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, get_sigmas, predict_velocity, seeded_noise
+from rewards import group_advantages, reward_metrics
+from staging import (
+    CONDITIONS,
+    NFT_FIELDS,
+    StepFields,
+    check_supported,
+    iterate_timesteps,
+    nft_fields,
+    step_input_bytes,
+    validate_batch,
+)
+from trajectory_cache import TrajectoryCache, open_cache, write_manifest
+
+HERE = Path(__file__).resolve().parent
+TIMESTEP_KINDS = ("rollout", "uniform", "logit_normal")
+NOISE_LAYOUTS = ("on_demand", "per_step", "shared")
+ADV_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+OLD_POLICY_DECAYS = {  # flat, rate, cap: old <- d old + (1-d) current, d = 0 before `flat` steps, then rising to `cap`
+    "copy": (0, 0.0, 0.0),
+    "linear_to_0_5": (0, 0.001, 0.5),
+    "delayed_linear_to_0_999": (75, 0.0075, 0.999),
+}
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
+ROLLOUT_FIELDS = ("latents_clean",)
+CACHED_FIELDS = StepFields(shared=(*CONDITIONS, "latents_clean"), per_step={}, optional=NFT_FIELDS.optional)
+# First words of the streams of random numbers of an update; rollout.py's begin with the run's seed alone.
+TIMESTEP_STREAM, NOISE_STREAM = 5, 6
+
+# What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
+DEMO_DEFAULTS = {
+    "prompts": str(HERE / "assets/demo_prompts.txt"),
+    "eval_prompts": str(HERE / "assets/demo_eval_prompts.txt"),
+    "reward_funcs": ["glyph_match"],
+    "eval_reward_funcs": ["glyph_accuracy", "jpeg_incompressibility"],
+    "resolution": 64,
+    "true_cfg_scale": 1.0,
+    "num_prompts_per_epoch": 8,
+    "train_batch_size": 16,
+    "num_train_epochs": 40,
+    "rank": 16,
+    "lora_alpha": 32,
+    "learning_rate": 1e-3,
+    "eval_num_inference_steps": 10,
+    "gradient_checkpointing": False,
+}
+
+
+# ----- Options -----------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The defaults are verl-omni's recipe for Qwen-Image; without a model's name, DEMO_DEFAULTS come on top."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    flag = argparse.BooleanOptionalAction
+
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add("--pretrained_model_name_or_path", help="hub name or folder of a QwenImagePipeline; none: the demo model")
+    add("--revision", help="branch, tag or commit of the hub model")
+    add("--use_lora", action=flag, default=True, help="train an adapter; --no-use_lora trains all weights")
+    add("--rank", type=int, default=64, help="rank of the LoRA matrices")
+    add("--lora_alpha", type=int, default=128, help="the adapter is scaled by lora_alpha / rank")
+    add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
+    add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
+
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompts", help=".txt, .jsonl, or a name or folder for `datasets`")
+    add("--prompt_column", default="prompt", help="column or key that holds the prompt")
+    add("--negative_prompt", default=" ", help="negative prompt of true CFG")
+    add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
+
+    add = parser.add_argument_group("rollout").add_argument
+    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
+    add("--true_cfg_scale", type=float, default=1.0, help="true CFG in rollout and update; 1 switches it off")
+    add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
+    add("--num_prompts_per_epoch", type=int, default=24, help="prompts per epoch, over all processes")
+    add("--num_images_per_prompt", type=int, default=16, help="images of a prompt, the group of its advantages")
+
+    add = parser.add_argument_group("reward").add_argument
+    add("--reward_funcs", nargs="+", help="names in rewards.py or module.py:function")
+    add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
+    add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
+
+    add = parser.add_argument_group("algorithm").add_argument
+    add("--nft_beta", type=float, default=0.1, help="how far positive and negative lie from the old policy")
+    add("--ref_kl_coef", type=float, default=1e-4, help="weight of the pull to the base model; 0 runs no such forward")
+    add("--adv_mode", choices=ADV_MODES, default="all", help="which advantages count, and how")
+    add("--old_policy_decay", default="delayed_linear_to_0_999", help="copy, linear_to_0_5, ... or flat:rate:cap")
+    add("--old_policy_update_interval", type=int, default=2, help="epochs between updates of the old policy")
+    add("--train_timesteps", choices=TIMESTEP_KINDS, default="rollout", help="the rollout's, permuted, or drawn")
+    add("--timestep_fraction", type=float, default=1.0, help="share of num_inference_steps that are trained")
+    add("--forward_noise", choices=NOISE_LAYOUTS, default="on_demand", help="drawn when needed, or stored on the CPU")
+    add("--adv_clip_max", type=float, default=5.0, help="advantages are clipped to +- this")
+    add("--num_updates_per_epoch", type=int, default=2, help="optimizer steps of one pass over a rollout")
+    add("--num_inner_epochs", type=int, default=1, help="passes over a rollout")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--train_batch_size", type=int, default=4, help="samples of one forward per device, in rollout and update")
+    add("--num_train_epochs", type=int, default=300, help="epochs: one rollout and its updates")
+    add("--learning_rate", type=float, default=3e-4, help="AdamW's")
+    add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="constant", help="diffusers' schedules")
+    add("--lr_warmup_steps", type=int, default=0, help="optimizer steps of warm-up")
+    add("--adam_beta1", type=float, default=0.9, help="AdamW's first decay")
+    add("--adam_beta2", type=float, default=0.999, help="AdamW's second decay")
+    add("--adam_weight_decay", type=float, default=1e-4, help="AdamW's weight decay")
+    add("--adam_epsilon", type=float, default=1e-8, help="AdamW's epsilon")
+    add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
+
+    add = parser.add_argument_group("staging").add_argument
+    add("--enable_timestep_staging", action="store_true", help="only the current timestep's inputs on the device")
+    add("--staging_prefetch", type=int, default=0, help="steps copied ahead through pinned buffers; GPU only")
+    add("--timesteps_per_forward", type=int, default=1, help="consecutive timesteps that run as one batch")
+    add("--return_model_output", action="store_true", help="keep every timestep's outputs and write them to outputs/")
+
+    add = parser.add_argument_group("evaluation and output").add_argument
+    add("--eval_prompts", help="prompts of the evaluation, as --prompts; none: no evaluation")
+    add("--eval_reward_funcs", nargs="*", default=[], help="rewards evaluated besides, never trained on")
+    add("--eval_epochs", type=int, default=10, help="evaluate every so many epochs, before the first too; 0: never")
+    add("--eval_num_inference_steps", type=int, default=50, help="ODE steps of the evaluation")
+    add("--trajectory_cache", help="train from this cache instead of rolling out")
+    add("--verify_cache", action="store_true", help="verify the checksums of this run's own caches too")
+    add("--keep_trajectories", type=int, default=1, help="epochs whose trajectory caches stay on disk")
+    add("--checkpointing_steps", type=int, default=20, help="checkpoint at the next epoch's end; 0: never")
+    add("--checkpoints_total_limit", type=int, default=2, help="older checkpoints are deleted")
+    add("--resume_from_checkpoint", help="`latest` or a checkpoint's folder, with the same command otherwise")
+    add("--report_to", default="none", choices=("none", *TRACKERS), help="tracker besides metrics.jsonl")
+    add("--export_old_policy", action="store_true", help="export the old policy too, to old_policy/")
+    add("--output_dir", default="runs/nft", help="run folder: adapter, metrics.jsonl, grids, caches, code")
+    add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
+
+    if parser.parse_known_args(argv)[0].pretrained_model_name_or_path is None:
+        parser.set_defaults(**DEMO_DEFAULTS)
+    return parser.parse_args(argv)
+
+
+def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
+    """Refuse what the options of both scripts show to be wrong. Raises ValueError: what, the values, what to do."""
+    above_zero = (
+        "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
+        "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
+        "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
+        "checkpoints_total_limit",
+    )  # fmt: skip
+    for name in above_zero:
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
+    for name in ("seed", "staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
+    if args.resolution % PIXELS_PER_TOKEN:
+        nearest = max(1, round(args.resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
+        raise ValueError(
+            f"--resolution {args.resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}"
+        )
+    if args.num_inference_steps < 2:
+        raise ValueError(f"--num_inference_steps {args.num_inference_steps}: give at least 2")
+    if args.max_sequence_length > 1024:
+        raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
+    num_rewards = len(args.reward_funcs or [])
+    if args.reward_weights and len(args.reward_weights) != num_rewards:
+        raise ValueError(f"--reward_weights has {len(args.reward_weights)} values for {num_rewards} --reward_funcs")
+    if args.report_to != "none" and find_spec(args.report_to) is None:
+        raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
+    if args.trajectory_cache is not None:
+        return
+    for name in ("prompts", "reward_funcs"):
+        if not getattr(args, name):
+            raise ValueError(
+                f"--{name} is missing: only the demo, without --pretrained_model_name_or_path, has its own"
+            )
+    check_batch_arithmetic(
+        num_prompts=args.num_prompts_per_epoch,
+        images_per_prompt=args.num_images_per_prompt,
+        batch_size=args.train_batch_size,
+        world_size=world_size,
+        num_updates=args.num_updates_per_epoch,
+    )
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Refuse what DiffusionNFT's own options show to be wrong."""
+    if args.nft_beta <= 0:
+        raise ValueError(f"--nft_beta is {args.nft_beta}: the loss divides by it, give above 0")
+    if args.old_policy_update_interval <= 0:
+        raise ValueError(f"--old_policy_update_interval is {args.old_policy_update_interval}: it must be above 0")
+    if not 0 < args.timestep_fraction <= 1:
+        raise ValueError(
+            f"--timestep_fraction {args.timestep_fraction}: give a share of the steps above 0 and up to 1"
+        )
+    if args.ref_kl_coef < 0:
+        raise ValueError(f"--ref_kl_coef is {args.ref_kl_coef}: it must not be negative")
+    if args.ref_kl_coef and not args.use_lora:
+        raise ValueError(
+            f"--ref_kl_coef {args.ref_kl_coef} with --no-use_lora: the reference is the model with its adapter off, "
+            "so it needs LoRA; use --use_lora or --ref_kl_coef 0"
+        )
+    parse_old_policy_decay(args.old_policy_decay)
+
+
+class Predictors(NamedTuple):
+    """Velocities (latents, timesteps, **conditions) -> (B, L, C) of the three policies."""
+
+    current: Callable[..., Tensor]
+    old: Callable[..., Tensor]
+    reference: Callable[..., Tensor]  # the base model
+
+
+# ----- The loss ----------------------------------------------------------------------------------------------------
+
+
+def reward_probability(advantages: Tensor, *, adv_mode: str, adv_clip_max: float) -> Tensor:
+    """Advantages (N,) to the probability (N,) in [0, 1] of being a positive sample (DiffusionNFT eq. 6)."""
+    if adv_mode == "positive_only":
+        advantages = advantages.clamp(0, adv_clip_max)
+    elif adv_mode == "negative_only":
+        advantages = advantages.clamp(-adv_clip_max, 0)
+    elif adv_mode == "one_only":
+        advantages = (advantages > 0).float()
+    elif adv_mode == "binary":
+        advantages = advantages.sign()
+    return (advantages.clamp(-adv_clip_max, adv_clip_max) / adv_clip_max / 2 + 0.5).clamp(0, 1)
+
+
+def nft_loss(
+    forward_prediction: Tensor,
+    old_prediction: Tensor,
+    x0: Tensor,
+    xt: Tensor,
+    t: Tensor,
+    reward_prob: Tensor,
+    *,
+    nft_beta: float,
+    adv_clip_max: float,
+) -> Tensor:
+    """Loss of each sample (N,) on x0, with adaptive weights (DiffusionNFT eq. 5 and appendix).
+
+    Velocities, x0 and xt (N, L, C), t (N, 1, 1) in [0, 1], reward_prob (N,). The positive policy lies nft_beta of the
+    way from the old one to the current, the implicit negative as far on the other side.
+    """
+    positive = nft_beta * forward_prediction + (1 - nft_beta) * old_prediction
+    negative = (1 + nft_beta) * old_prediction - nft_beta * forward_prediction
+
+    def weighted_error(velocity: Tensor) -> Tensor:
+        error = xt - t * velocity - x0
+        with torch.no_grad():
+            weight = error.double().abs().mean(dim=(1, 2)).clamp_min(1e-5)
+        return (error**2).mean(dim=(1, 2)) / weight
+
+    losses = reward_prob * weighted_error(positive) + (1 - reward_prob) * weighted_error(negative)
+    return losses * adv_clip_max / nft_beta
+
+
+def parse_old_policy_decay(name: str) -> tuple[int, float, float]:
+    """flat, rate and cap of a named schedule or of `flat:rate:cap`. Raises ValueError."""
+    if name in OLD_POLICY_DECAYS:
+        return OLD_POLICY_DECAYS[name]
+    try:
+        flat, rate, cap = name.split(":")
+        decay = int(flat), float(rate), float(cap)
+    except ValueError as error:
+        names = ", ".join(OLD_POLICY_DECAYS)
+        raise ValueError(f"--old_policy_decay {name!r}: choose from {names}, or write flat:rate:cap") from error
+    if decay[0] < 0 or decay[1] < 0 or not 0 <= decay[2] < 1:
+        raise ValueError(f"--old_policy_decay {name!r}: flat and rate must not be negative, cap lie in [0, 1)")
+    return decay
+
+
+def old_policy_decay(decay: tuple[int, float, float], num_steps: int) -> float:
+    """The d of old <- d old + (1 - d) current after so many optimizer steps."""
+    flat, rate, cap = decay
+    return 0.0 if num_steps < flat else min((num_steps - flat) * rate, cap)
+
+
+# ----- One update --------------------------------------------------------------------------------------------------
+
+
+def draw_train_timesteps(
+    args: argparse.Namespace, sigmas: Tensor, samples: Sequence[int], seed_words: Sequence[int]
+) -> Tensor:
+    """The trained timesteps (B, T) of some samples, in [0, 1000]; each sample draws from its own stream."""
+    num_steps = len(sigmas) - 1
+    count = max(1, int(num_steps * args.timestep_fraction))
+    rows = []
+    for sample in samples:
+        generator = np.random.default_rng((TIMESTEP_STREAM, *seed_words, sample))
+        if args.train_timesteps == "rollout":
+            rows.append(sigmas[generator.permutation(num_steps)[:count]] * 1000)
+        elif args.train_timesteps == "uniform":
+            rows.append(torch.from_numpy(generator.uniform(0, 1000, count)).float())
+        else:
+            rows.append(torch.from_numpy(1000 / (1 + np.exp(-generator.standard_normal(count)))).float())
+    return torch.stack(rows)
+
+
+def forward_timesteps(
+    predictors: Predictors, step: Mapping[str, Tensor], *, old_is_current: bool, with_reference: bool
+) -> dict[str, Tensor]:
+    """Outputs at the K timesteps of a step, all (B, K, ...): forward_prediction, old_prediction, x0, xt (L, C),
+    t_expanded (1, 1) and, with_reference, ref_forward_prediction. Only the first has a graph."""
+    timesteps = step["train_timesteps"]  # (B, K)
+    num_timesteps = timesteps.shape[1]
+    conditions = {name: step[name] for name in CONDITIONS if name in step}
+    x0, noise = step["latents_clean"], step["forward_noise"]
+    if num_timesteps > 1:
+        conditions = {name: tensor.repeat_interleave(num_timesteps, dim=0) for name, tensor in conditions.items()}
+        x0 = x0.repeat_interleave(num_timesteps, dim=0)
+        if noise.ndim == 3:
+            noise = noise.repeat_interleave(num_timesteps, dim=0)
+    if noise.ndim == 4:
+        noise = noise.flatten(0, 1)
+    t = (timesteps.flatten() / 1000).view(-1, 1, 1)
+    xt = (1 - t) * x0 + t * noise  # (B*K, L, C) fp32
+    inputs = (xt, timesteps.flatten())
+    outputs = {"x0": x0, "xt": xt, "t_expanded": t}
+    with torch.no_grad():
+        if with_reference:
+            outputs["ref_forward_prediction"] = predictors.reference(*inputs, **conditions)
+        if not old_is_current:
+            outputs["old_prediction"] = predictors.old(*inputs, **conditions)
+    outputs["forward_prediction"] = predictors.current(*inputs, **conditions)
+    if old_is_current:  # the same weights give the same velocity
+        outputs["old_prediction"] = outputs["forward_prediction"].detach()
+    return {name: tensor.unflatten(0, (-1, num_timesteps)) for name, tensor in outputs.items()}
+
+
+@torch.no_grad()
+def forward_only(
+    args: argparse.Namespace, predictors: Predictors, batch: Mapping[str, Any], device: torch.device
+) -> dict[str, Tensor]:
+    """All outputs (B, T, ...) of one micro-batch, on the CPU, whatever the options; never staged."""
+    outputs, done = [], 0
+    with closing(iterate_timesteps(batch, nft_fields(batch), device, staged=False)) as steps:
+        for step in steps:
+            add_noise(step, batch, done)
+            output = forward_timesteps(predictors, step, old_is_current=False, with_reference=args.ref_kl_coef > 0)
+            outputs.append({name: tensor.cpu() for name, tensor in output.items()})
+            done += 1
+    return {name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]}
+
+
+def add_noise(step: dict[str, Tensor], batch: Mapping[str, Any], first: int) -> None:
+    """Where the micro-batch stores no forward_noise, draw the step's (B, K, L, C) on the device from its streams:
+    batch["noise_words"] are (seed, epoch, inner epoch), batch["sample_index"] the samples, `first` the first step."""
+    if "forward_noise" in step:
+        return
+    x0, count = step["latents_clean"], step["train_timesteps"].shape[1]
+    rows = [
+        [
+            seeded_noise((NOISE_STREAM, *batch["noise_words"], sample, first + k), x0.shape[1:], x0.device)
+            for k in range(count)
+        ]
+        for sample in batch["sample_index"]
+    ]
+    step["forward_noise"] = torch.stack([torch.stack(row) for row in rows])
+
+
+def train_timesteps(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    predictors: Predictors,
+    step: Mapping[str, Tensor],
+    weight: float,
+    *,
+    old_is_current: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Forward, loss and backward of one step; returns detached numbers for the metrics and the detached outputs.
+
+    A function of its own, so that nothing of a step is alive when the next one is staged.
+    """
+    with_reference = args.ref_kl_coef > 0
+    outputs = forward_timesteps(predictors, step, old_is_current=old_is_current, with_reference=with_reference)
+    flat = {name: tensor.flatten(0, 1) for name, tensor in outputs.items()}
+    prediction, old = flat["forward_prediction"], flat["old_prediction"]
+    losses = nft_loss(
+        prediction,
+        old,
+        flat["x0"],
+        flat["xt"],
+        flat["t_expanded"],
+        step["reward_prob"].flatten(),
+        nft_beta=args.nft_beta,
+        adv_clip_max=args.adv_clip_max,
+    )
+    loss = losses.mean()
+    records = {"policy_loss": losses}
+    if with_reference:
+        records["kl_loss"] = ((prediction - flat["ref_forward_prediction"]) ** 2).mean(dim=(1, 2))
+        loss = loss + args.ref_kl_coef * records["kl_loss"].mean()
+    accelerator.backward(loss * weight)
+    with torch.no_grad():
+        records["old_deviate"] = ((prediction - old) ** 2).mean(dim=(1, 2))
+    return (
+        {name: tensor.detach() for name, tensor in records.items()},
+        {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {},
+    )
+
+
+def train_batch(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    transformer: nn.Module,
+    predictors: Predictors,
+    optimizer: torch.optim.Optimizer,
+    trainable: Sequence[nn.Parameter],
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    old_is_current: bool = False,
+) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
+    """One optimizer step over this rank's micro-batches, of which every rank must have the same number.
+
+    A micro-batch without forward_noise needs sample_index and noise_words: see add_noise. With old_is_current the old
+    policy's forward is not run. Returns metrics over all ranks and, with --return_model_output, each micro-batch's
+    outputs (B, T, ...).
+    """
+    lengths = [validate_batch(batch, nft_fields(batch)) for batch in micro_batches]  # all, before the first forward
+    records, kept = [], []
+    try:
+        for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
+            outputs = []
+            steps = iterate_timesteps(
+                batch,
+                nft_fields(batch),
+                accelerator.device,
+                staged=args.enable_timestep_staging,
+                chunk=args.timesteps_per_forward,
+                prefetch=args.staging_prefetch,
+            )
+            with closing(steps):
+                done = 0
+                for step in steps:
+                    num_timesteps = step["train_timesteps"].shape[1]
+                    add_noise(step, batch, done)
+                    done += num_timesteps
+                    last = number == len(micro_batches) - 1 and done == length
+                    weight = num_timesteps / (len(micro_batches) * length)
+                    with nullcontext() if last else accelerator.no_sync(transformer):
+                        record, output = train_timesteps(
+                            args, accelerator, predictors, step, weight, old_is_current=old_is_current
+                        )
+                    records.append(record)
+                    outputs.append(output)
+            if args.return_model_output:
+                kept.append({name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]})
+        grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
+        metrics = update_metrics(accelerator, records, grad_norm)
+        optimizer.step()
+    finally:  # also after an error: the next update starts from clean gradients
+        optimizer.zero_grad()
+    return metrics, kept
+
+
+def update_metrics(
+    accelerator: Accelerator, records: Sequence[Mapping[str, Tensor]], grad_norm: Tensor
+) -> dict[str, float]:
+    """Means over all samples, timesteps and ranks; the one place of an update where the host waits for the device."""
+    means = [torch.cat([record[name] for record in records]).double().mean() for name in records[0]]
+    values = accelerator.reduce(torch.stack(means), "mean").tolist()
+    metrics = dict(zip(records[0], values, strict=True)) | {"grad_norm": grad_norm.item()}
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"{name} is {value}: the update is not applied; lower --learning_rate or look at the rewards"
+            )
+    return metrics
+
+
+# ----- Checks and facts --------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """All that a run starts from but models, checked."""
+
+    model_folder: Path
+    prompts: list[dict[str, Any]]
+    eval_prompts: list[dict[str, Any]]
+    rewards: dict[str, Callable]
+    eval_rewards: dict[str, Callable]  # those and the held-out ones
+    reward_weights: Tensor  # (R,) float64
+    cache: TrajectoryCache | None  # of --trajectory_cache
+    checkpoint: Path | None
+    state: dict[str, Any] | None  # the checkpoint's counters
+    num_samples: int  # N of an epoch, over all ranks
+
+
+def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
+    """Refuse what options, prompts, rewards, caches and checkpoints show to be wrong, before any model is loaded."""
+    check_supported(os.environ)
+    check_common_args(args, world_size=world_size)
+    check_args(args)
+    online = args.trajectory_cache is None
+    model_folder = HERE / "assets/demo_pipeline"
+    if args.pretrained_model_name_or_path is not None:
+        qwen_image.check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
+        subfolders = ("scheduler", "transformer") + (("text_encoder", "tokenizer", "vae") if online else ())
+        model_folder = qwen_image.local_pipeline_folder(
+            args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
+        )
+    if args.use_lora:
+        qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
+    rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs or []}
+    eval_rewards = rewards | {name: reward_functions.load_reward(name) for name in args.eval_reward_funcs}
+    has_evaluation = online and args.eval_epochs and args.eval_prompts
+    cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
+    if not online:
+        cache = open_cache(args.trajectory_cache, verify_checksums=True)
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
+        facts = cache_facts(args, scheduler, model_folder)
+        size, num_updates = args.train_batch_size, args.num_updates_per_epoch
+        rollout.check_cache(cache, facts, batch_size=size, num_updates=num_updates, world_size=world_size)
+        num_samples = len(cache.sample_indices)
+        for first in range(0, num_samples, size):
+            validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
+    checkpoint = state = None
+    if args.resume_from_checkpoint:
+        checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
+        state = run_folder.read_state(checkpoint, checkpoint_identity(args))
+    return Inputs(
+        model_folder=model_folder,
+        prompts=load_prompts(args.prompts, column=args.prompt_column) if online else [],
+        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column) if has_evaluation else [],
+        rewards=rewards,
+        eval_rewards=eval_rewards,
+        reward_weights=torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64),
+        cache=cache,
+        checkpoint=checkpoint,
+        state=state,
+        num_samples=num_samples,
+    )
+
+
+def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it."""
+    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules")
+    return {"script": "train_nft.py"} | {name: getattr(args, name) for name in names}
+
+
+def cache_facts(
+    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path
+) -> dict[str, Any]:
+    """What a cache's manifest says of its rollout, and a run that trains from it must share."""
+    sigmas = get_sigmas(scheduler, args.num_inference_steps, height=args.resolution, width=args.resolution)
+    facts = {"model": qwen_image.transformer_fingerprint(model_folder)}
+    facts |= {"height": args.resolution, "width": args.resolution, "sigmas": sigmas.tolist()}
+    return facts | {"true_cfg_scale": args.true_cfg_scale}
+
+
+def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int) -> dict[str, int]:
+    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk."""
+    size, tokens = args.train_batch_size, (args.resolution // PIXELS_PER_TOKEN) ** 2
+    shapes = dict.fromkeys(("train_timesteps", "reward_prob"), (size, num_timesteps))
+    if args.forward_noise == "per_step":
+        shapes["forward_noise"] = (size, num_timesteps, tokens, 64)
+    batch = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {
+        "staged": step_input_bytes(batch, nft_fields(batch), staged=True, chunk=args.timesteps_per_forward),
+        "not staged": step_input_bytes(batch, nft_fields(batch), staged=False),
+        "cache": num_samples * tokens * 64 * 4,
+    }
+
+
+def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inputs, census: str) -> None:
+    """What runs, in numbers, before it runs."""
+    num_timesteps = max(1, int(args.num_inference_steps * args.timestep_fraction))
+    planned = planned_bytes(args, num_timesteps, inputs.num_samples)
+    per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
+    shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
+    demo = f"demo pipeline at {args.resolution} px, whose defaults are {shown}"
+    accelerator.print(
+        f"***** DiffusionNFT *****\n"
+        f"model              {args.pretrained_model_name_or_path or demo}\n"
+        f"parameters         {census}\n"
+        f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
+        f"{accelerator.num_processes} process(es), {accelerator.device.type}\n"
+        f"epoch              {inputs.num_samples} samples ({args.num_prompts_per_epoch} prompts x "
+        f"{args.num_images_per_prompt} images) in batches of {args.train_batch_size}; {args.num_inner_epochs} x "
+        f"{args.num_updates_per_epoch} updates, each of {per_update} batches x {num_timesteps} timesteps a process\n"
+        f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}; step inputs on the device: "
+        f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
+        f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
+    )
+
+
+# ----- The policy and the phases of an epoch -----------------------------------------------------------------------
+
+
+class Policy(NamedTuple):
+    """The prepared model and what trains it."""
+
+    transformer: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    trainable: list[nn.Parameter]
+    predictors: Predictors
+    old: list[Tensor]  # the old policy's parameters, in the order of
+    current: list[nn.Parameter]  # the trained ones they follow
+
+
+def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer: nn.Module, num_steps: int) -> Policy:
+    """Adapters or full weights of the current and the old policy, optimizer and schedule of `num_steps` optimizer
+    steps, prepared by accelerate."""
+    set_seed(args.seed)  # every rank makes the same adapter
+    if args.use_lora:
+        qwen_image.add_lora(
+            transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules
+        )
+        qwen_image.add_old_adapter(transformer)
+    else:
+        old_transformer = copy.deepcopy(transformer)
+        qwen_image.train_all_used(transformer)
+    if args.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in transformer.parameters() if parameter.requires_grad],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.adam_weight_decay,
+        eps=args.adam_epsilon,
+    )
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=num_steps
+    )
+    transformer, optimizer, trainable = sharding.prepare_policy(accelerator, transformer, optimizer)
+    predict = partial(
+        predict_velocity,
+        transformer,
+        height=args.resolution,
+        width=args.resolution,
+        true_cfg_scale=args.true_cfg_scale,
+        cfg_batched=args.cfg_batched,
+        dtype=sharding.compute_dtype(accelerator),
+    )
+    layers = qwen_image.lora_layers(transformer)
+
+    def predict_old(*tensors: Tensor, **conditions: Tensor) -> Tensor:
+        with qwen_image.adapter_active(layers, "old"):
+            return predict(*tensors, **conditions)
+
+    def predict_reference(*tensors: Tensor, **conditions: Tensor) -> Tensor:
+        with qwen_image.adapters_off(layers):
+            return predict(*tensors, **conditions)
+
+    if args.use_lora:
+        current, old = (
+            list(qwen_image.adapter_state_dict(transformer.named_parameters(), name).values())
+            for name in ("default", "old")
+        )
+        predictors = Predictors(predict, predict_old, predict_reference)
+    else:
+        old_transformer = sharding.prepare_frozen(accelerator, old_transformer)
+        parameters = zip(transformer.parameters(), old_transformer.parameters(), strict=True)
+        current, old = zip(*[pair for pair in parameters if pair[0].requires_grad], strict=True)
+        predictors = Predictors(predict, partial(predict_velocity, old_transformer, **predict.keywords), predict)
+    return Policy(transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current))
+
+
+@torch.no_grad()
+def follow(old: Sequence[Tensor], current: Sequence[Tensor], decay: float) -> None:
+    """old <- decay old + (1 - decay) current, in place, each rank its own part."""
+    for old_parameter, parameter in zip(old, current, strict=True):
+        old_parameter.lerp_(parameter.to(old_parameter.dtype), 1 - decay)
+
+
+def roll_out(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: rollout.Sampling,
+    facts: Mapping[str, Any],
+    own_batches: Sequence[int],
+    epoch: int,
+) -> tuple[TrajectoryCache, Tensor, Tensor, dict[str, float]]:
+    """Every rank samples its own batches with the old policy and writes its own shard. facts: of cache_facts.
+
+    Returns this rank's cache, the weighted rewards (N,) and prompt ids (N,) of all ranks' samples, and metrics.
+    """
+    rank, device = accelerator.process_index, accelerator.device
+    folder = run_folder.trajectory_folder(Path(args.output_dir), epoch)
+    prompt_ids = epoch_samples(
+        len(inputs.prompts), args.num_prompts_per_epoch, args.num_images_per_prompt, seed=args.seed, epoch=epoch
+    )
+    batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
+    sampling.vae.to(device)
+    scores = rollout.write_rollout(
+        policy.predictors.old,
+        folder=folder,
+        shard=rank,
+        batches=batches,
+        prompt_ids=prompt_ids,
+        prompts=inputs.prompts,
+        embeddings=sampling.embeddings,
+        negative=sampling.negative,
+        vae=sampling.vae,
+        rewards=inputs.rewards,
+        sigmas=torch.tensor(facts["sigmas"]),
+        height=args.resolution,
+        width=args.resolution,
+        seed_words=(args.seed, epoch),
+        fields=ROLLOUT_FIELDS,
+        show_progress=accelerator.is_local_main_process,
+    )
+    sampling.vae.to("cpu")
+
+    # A prompt's group may be spread over ranks: every rank gets all rewards, by sample number.
+    own_samples = [sample for batch in batches for sample in batch]
+    table = torch.zeros(inputs.num_samples, len(inputs.rewards), dtype=torch.float64)
+    table[own_samples] = scores
+    table = sharding.reduce_to_cpu(accelerator, table)
+    rewards, groups = table @ inputs.reward_weights, torch.tensor(prompt_ids)
+    advantages = group_advantages(rewards, groups, global_std=args.global_std)
+    rollout.write_values(folder, rank, own_samples, prompt_ids, table, list(inputs.rewards), rewards, advantages)
+    shard_facts = {"num_shards": accelerator.num_processes, "epoch": epoch, "seed": args.seed}
+    write_manifest(folder, rank, shard_facts | dict(facts))
+    cache = open_cache(folder, shards=[rank], verify_checksums=args.verify_cache)
+    return cache, rewards, groups, reward_metrics(table, list(inputs.rewards), rewards, groups)
+
+
+def update_policy(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    policy: Policy,
+    sigmas: Tensor,
+    cache: TrajectoryCache,
+    rewards: Tensor,
+    groups: Tensor,
+    own_batches: Sequence[int],
+    epoch: int,
+    *,
+    old_is_current: bool,
+) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
+    """All updates of an epoch, one timestep of one micro-batch after the other. rewards, groups (N,), sigmas (N+1,).
+
+    Yields each update's metrics and kept outputs.
+    """
+    size, num_updates = args.train_batch_size, args.num_updates_per_epoch
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    advantages = group_advantages(rewards, groups, global_std=args.global_std)
+    probabilities = reward_probability(advantages, adv_mode=args.adv_mode, adv_clip_max=args.adv_clip_max)
+    row_of = {sample: row for row, sample in enumerate(cache.sample_indices)}
+
+    def micro_batch(batch: int, inner_epoch: int) -> dict[str, Any]:
+        samples, words = batch_samples(batch, size), (args.seed, epoch, inner_epoch)
+        fields = rollout.load_micro_batch(cache, [row_of[sample] for sample in samples])
+        timesteps = draw_train_timesteps(args, sigmas, samples, words)
+        fields |= {"train_timesteps": timesteps, "sample_index": samples, "noise_words": words}
+        fields["reward_prob"] = probabilities[samples][:, None].expand_as(timesteps)
+        if args.forward_noise != "on_demand" and "forward_noise" not in fields:
+            shape, count = (
+                fields["latents_clean"][0].shape,
+                timesteps.shape[1] if args.forward_noise == "per_step" else 1,
+            )
+            noise = [[seeded_noise((NOISE_STREAM, *words, s, k), shape) for k in range(count)] for s in samples]
+            fields["forward_noise"] = [
+                torch.stack(rows) if args.forward_noise == "per_step" else rows[0] for rows in noise
+            ]
+        return fields
+
+    per_update = len(rewards) // (size * num_updates)
+    for inner_epoch in range(args.num_inner_epochs):
+        seed_words = (args.seed, 3, epoch, inner_epoch)
+        plan = plan_updates(num_updates, per_update, rank=rank, world_size=world_size, seed_words=seed_words)
+        for batches in plan:
+            metrics, outputs = train_batch(
+                args,
+                accelerator,
+                policy.transformer,
+                policy.predictors,
+                policy.optimizer,
+                policy.trainable,
+                [micro_batch(batch, inner_epoch) for batch in batches],
+                old_is_current=old_is_current,
+            )
+            old_is_current = False
+            policy.lr_scheduler.step()
+            spread = {"mean": probabilities.mean(), "std": probabilities.std(correction=0)}
+            yield metrics | {f"reward_prob_{name}": value.item() for name, value in spread.items()}, outputs
+
+
+def evaluate(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    policy: Policy,
+    sampling: rollout.Sampling,
+    epoch: int,
+) -> dict[str, float]:
+    """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of the first 16."""
+    size = {"height": args.resolution, "width": args.resolution}
+    sampling.vae.to(accelerator.device)
+    scores, grid = rollout.sample_evaluation(
+        policy.predictors.current,
+        prompts=inputs.eval_prompts,
+        embeddings=sampling.eval_embeddings,
+        negative=sampling.negative,
+        vae=sampling.vae,
+        rewards=inputs.eval_rewards,
+        sigmas=get_sigmas(sampling.scheduler, args.eval_num_inference_steps, **size),
+        batch_size=args.train_batch_size,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=args.seed,
+        **size,
+    )
+    sampling.vae.to("cpu")
+    scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)
+    if accelerator.is_main_process:
+        rollout.save_grid(grid, Path(args.output_dir) / f"grids/epoch-{epoch:05d}.png")
+    return {
+        f"eval/{name}": value for name, value in zip(inputs.eval_rewards, scores.mean(dim=0).tolist(), strict=True)
+    }
+
+
+# ----- Main --------------------------------------------------------------------------------------------------------
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train; the sections of an epoch are the docstring's."""
+    output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = check_run(args, world_size)
+    accelerator = sharding.make_accelerator(report_to=args.report_to, logging_dir=output_dir / "logs")
+    rank, device = accelerator.process_index, accelerator.device
+    if accelerator.is_main_process:
+        if inputs.state is None:
+            run_folder.create_run_folder(output_dir, vars(args))
+        else:
+            print(
+                "resuming from", inputs.checkpoint, *run_folder.changed_options(output_dir, vars(args)), sep="\n    "
+            )
+    accelerator.wait_for_everyone()
+    output_dir.mkdir(parents=True, exist_ok=True)  # by every rank: it may be on each node's own disk
+    if args.report_to != "none":
+        accelerator.init_trackers("nft", config={name: str(value) for name, value in vars(args).items()})
+
+    # N samples of an epoch in U x K batches of B, of which a rank owns every world_size-th column: see prompts.py.
+    num_epochs = args.num_train_epochs if inputs.cache is None else 1
+    per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch)
+    own_batches = rank_batches(args.num_updates_per_epoch, per_update, rank=rank, world_size=world_size)
+    first_epoch = inputs.state["epoch"] if inputs.state else 0
+    texts = {}
+    if inputs.cache is None:
+        sizes = len(inputs.prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
+        own_samples = [sample for batch in own_batches for sample in batch_samples(batch, args.train_batch_size)]
+        for epoch in range(first_epoch, num_epochs):
+            prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=epoch)
+            texts |= {prompt_ids[sample]: inputs.prompts[prompt_ids[sample]]["prompt"] for sample in own_samples}
+
+    # Models: of the text encoder only the embeddings stay.
+    dtype = sharding.compute_dtype(accelerator)
+    transformer, sampling = rollout.load_models(
+        inputs.model_folder,
+        dtype=dtype if args.use_lora else torch.float32,  # weights that train are fp32, and cast where they compute
+        encode_dtype=dtype,
+        output_dir=output_dir,
+        rank=rank,
+        device=device,
+        texts=dict(sorted(texts.items())),
+        eval_texts={index: row["prompt"] for index, row in enumerate(inputs.eval_prompts)},
+        negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
+        max_sequence_length=args.max_sequence_length,
+    )
+    facts = cache_facts(args, sampling.scheduler, inputs.model_folder)
+    policy = make_policy(
+        args, accelerator, transformer, num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
+    )
+    export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
+    print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))
+    trained = policy.transformer, policy.optimizer, policy.lr_scheduler
+    adapters = ["default", "old"] if args.use_lora else []
+    sigmas, decay = torch.tensor(facts["sigmas"]), parse_old_policy_decay(args.old_policy_decay)
+    old_is_current = inputs.state["old_is_current"] if inputs.state else True
+    global_step = saved_step = inputs.state["global_step"] if inputs.state else 0
+    if inputs.state is not None:
+        sharding.load_checkpoint(
+            accelerator,
+            *trained,
+            folder=inputs.checkpoint,
+            state=inputs.state,
+            adapters=adapters,
+            output_dir=output_dir,
+        )
+    stop_requests = run_folder.stop_on_interrupt()
+
+    def log(epoch: int, metrics: Mapping[str, float]) -> None:
+        if accelerator.is_main_process:
+            run_folder.append_metrics(output_dir, {"epoch": epoch, "step": global_step, **metrics})
+        if args.report_to != "none":
+            accelerator.log(dict(metrics), step=global_step)
+
+    if inputs.eval_prompts and inputs.state is None:
+        log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))
+    progress = tqdm(range(first_epoch, num_epochs), desc="epochs", disable=not accelerator.is_local_main_process)
+    for epoch in progress:
+        # ----- 1. and 2. Rollout and rewards.
+        started, metrics = time.perf_counter(), {}
+        if inputs.cache is None:
+            cache, rewards, groups, metrics = roll_out(
+                args, accelerator, inputs, policy, sampling, facts, own_batches, epoch
+            )
+            progress.set_postfix(reward=f"{metrics['rollout/reward_mean']:.4g}")
+        else:
+            cache, (rewards, groups) = inputs.cache, rollout.cached_rewards(inputs.cache)
+        metrics |= {"time/rollout_s": time.perf_counter() - started, **run_folder.peak_memory("rollout")}
+
+        # ----- 3. Update.
+        started = time.perf_counter()
+        for update_metrics, outputs in update_policy(
+            args,
+            accelerator,
+            policy,
+            sigmas,
+            cache,
+            rewards,
+            groups,
+            own_batches,
+            epoch,
+            old_is_current=old_is_current,
+        ):
+            global_step += 1
+            update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]
+            log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
+            if outputs:
+                run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
+        old_is_current = False
+        if (epoch + 1) % args.old_policy_update_interval == 0:
+            metrics["train/old_policy_decay"] = old_policy_decay(decay, global_step)
+            follow(policy.old, policy.current, metrics["train/old_policy_decay"])
+            old_is_current = metrics["train/old_policy_decay"] == 0
+        metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
+
+        # ----- 4. Log, evaluate, tidy up, checkpoint.
+        log(epoch, metrics)
+        if accelerator.is_local_main_process:
+            run_folder.delete_trajectories(output_dir, stop=epoch + 1 - args.keep_trajectories)
+        last = epoch + 1 == num_epochs
+        if inputs.eval_prompts and ((epoch + 1) % args.eval_epochs == 0 or last):
+            log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, epoch + 1))
+        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(len(stop_requests))).item() > 0
+        if args.checkpointing_steps:
+            passed = global_step // args.checkpointing_steps > saved_step // args.checkpointing_steps
+            if passed or stopping or last:
+                sharding.save_checkpoint(
+                    accelerator,
+                    *trained,
+                    output_dir=output_dir,
+                    epoch=epoch + 1,
+                    counters={
+                        "global_step": global_step,
+                        "old_is_current": old_is_current,
+                        **checkpoint_identity(args),
+                    },
+                    adapters=adapters,
+                    total_limit=args.checkpoints_total_limit,
+                )
+                saved_step = global_step
+        if stopping:
+            break
+
+    # ----- The trained policy, ready for inference.
+    if args.use_lora:
+        state_dict = sharding.gather_adapter(policy.transformer)
+        if accelerator.is_main_process:
+            qwen_image.export_lora(output_dir, state_dict, export_config)
+        if args.export_old_policy:
+            state_dict = sharding.gather_adapter(policy.transformer, "old")
+            if accelerator.is_main_process:
+                qwen_image.export_lora(output_dir / "old_policy", state_dict, export_config)
+    else:
+        sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
+    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    sys.exit(run_folder.run_script(lambda: main(parse_args())))
