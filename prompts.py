@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import load_dataset, load_from_disk
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError
+
+TABLE_KINDS = {".csv": "csv", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "train") -> list[dict[str, Any]]:
@@ -22,19 +25,22 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "tra
     A .txt file has one prompt a line, a .jsonl file one object a line; any other path or name is given to `datasets`.
     Raises ValueError that names the file and the line.
     """
+    if not name_or_path:
+        raise ValueError("--prompts is empty: name a file, a folder or a data set")
     path = Path(name_or_path)
     if path.is_file() and path.suffix in (".txt", ".jsonl"):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also cut at rarer marks
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path} is not utf-8 text ({error.reason} at byte {error.start}): save it as utf-8"
             ) from error
-        rows = []
+        rows, row_numbers = [], []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             if path.suffix == ".txt":
+                row_numbers.append(number)
                 rows.append({"prompt": line.strip()})
                 continue
             try:
@@ -43,16 +49,25 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "tra
                 raise ValueError(f"{path} line {number} is not json: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path} line {number} is a json {type(row).__name__}: write one object a line")
+            row_numbers.append(number)
             rows.append(row)
     else:
         try:
             if (path / "dataset_info.json").is_file() or (path / "state.json").is_file():
                 table = load_from_disk(name_or_path)
             elif path.is_file():
-                table = load_dataset(path.suffix.lstrip("."), data_files=str(path), split="train")
+                if path.suffix not in TABLE_KINDS:
+                    raise ValueError(
+                        f"--prompts {path}: give a .txt, .jsonl, {', '.join(TABLE_KINDS)} file or a folder"
+                    )
+                table = load_dataset(TABLE_KINDS[path.suffix], data_files=str(path), split="train")
             else:
                 table = load_dataset(name_or_path, split=split)
-        except (DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        except (DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"--prompts {name_or_path} cannot be read as a table: {error.__cause__ or error}"
+            ) from error
+        except (FileNotFoundError, ConnectionError) as error:
             raise ValueError(
                 f"--prompts {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl "
                 "file, a data set's folder or its name"
@@ -62,9 +77,10 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "tra
                 f"{name_or_path} has no column {column!r} but {', '.join(table.column_names)}: --prompt_column"
             )
         rows = [dict(row) for row in table]
+        row_numbers = range(1, len(rows) + 1)
 
     prompts = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in zip(row_numbers, rows, strict=True):
         prompt = row.get("prompt" if path.suffix == ".txt" else column)
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"{name_or_path} row {number} has no text in {column!r}: {str(row)[:80]}")

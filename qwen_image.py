@@ -58,7 +58,10 @@ def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | 
                 f"{pretrained_model_name_or_path} is neither a folder nor a model that the hub gives "
                 f"({type(error).__name__}): check the name, or download it and name the folder"
             ) from error
-    class_name = json.loads(Path(index).read_text())["_class_name"]
+    try:
+        class_name = json.loads(Path(index).read_text()).get("_class_name")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{index} is not a pipeline's json ({error}): download the model again") from error
     if class_name != "QwenImagePipeline":
         raise ValueError(
             f"{pretrained_model_name_or_path} is a {class_name}, these scripts train a QwenImagePipeline: "
@@ -181,14 +184,28 @@ def unused_modules(num_layers: int) -> str:
     return rf"transformer_blocks\.{num_layers - 1}\.({text_only})"
 
 
+def target_names(transformer: nn.Module, target_modules: Sequence[str]) -> list[str]:
+    """Full names of the linear layers that some targets mean, without those that never reach the image."""
+    unused = re.compile(unused_modules(transformer.config.num_layers))
+    return [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and not unused.fullmatch(name)
+        and any(f".{name}".endswith(f".{target}") or not target for target in target_modules)
+    ]
+
+
 def check_lora_targets(folder: Path, target_modules: Sequence[str]) -> None:
     """Raise ValueError for a target that matches no linear layer, after building the model without its weights."""
+    if not (folder / "transformer/config.json").is_file():
+        raise ValueError(f"{folder} holds no transformer/config.json: name a whole pipeline folder")
     config = QwenImageTransformer2DModel.load_config(folder, subfolder="transformer")
     with torch.device("meta"):
         transformer = QwenImageTransformer2DModel.from_config(config)
-    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     for target in target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not target_names(transformer, [target]):
+            names = target_names(transformer, [""])
             known = sorted({re.sub(r"^transformer_blocks\.\d+\.(attn\.)?", "", name) for name in names})
             raise ValueError(
                 f"--lora_target_modules: no linear layer is called {target!r}: choose from {', '.join(known)}"
@@ -208,16 +225,8 @@ def add_lora(
 
     Layers that never reach the image get none, so that every trainable parameter has a gradient.
     """
-    unused = unused_modules(transformer.config.num_layers)
-    names = [name for name, _ in transformer.named_modules() if re.fullmatch(unused, name)]
-    targeted = any(name == target or name.endswith(f".{target}") for name in names for target in target_modules)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=lora_alpha,
-        target_modules=list(target_modules),
-        exclude_modules=unused if targeted else None,
-        init_lora_weights="gaussian",
-    )
+    names = target_names(transformer, target_modules)
+    config = LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=names, init_lora_weights="gaussian")
     transformer.add_adapter(config, adapter_name=adapter_name)
     for name, parameter in transformer.named_parameters():
         if f".{adapter_name}." in name:
@@ -382,8 +391,11 @@ def get_sigmas(
 def seeded_noise(seed_words: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Standard normal fp32 noise that depends on the words alone, e.g. (seed, epoch, sample, stream), and on whether
     it is drawn on a CPU or a GPU."""
-    state = np.random.SeedSequence([int(word) for word in seed_words]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator(device).manual_seed(int(state))
+    words = [len(seed_words), *(int(word) for word in seed_words)]  # SeedSequence takes (1, 2) and (1, 2, 0) for one
+    sequence = np.random.SeedSequence(words)
+    if torch.device(device).type == "cpu":  # torch's own CPU generator uses 32 bits of a seed
+        return torch.from_numpy(np.random.default_rng(sequence).standard_normal(tuple(shape), dtype=np.float32))
+    generator = torch.Generator(device).manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
     return torch.randn(*shape, generator=generator, device=device)
 
 

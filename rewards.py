@@ -142,7 +142,10 @@ def load_reward(name: str) -> RewardFunction:
         raise ValueError(f"reward {name!r}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's file: whatever it raises, say whose it was
+        raise ValueError(f"reward {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
     if not callable(vars(module).get(function_name)):
         raise ValueError(f"reward {name!r}: {path} defines no function {function_name}")
     return vars(module)[function_name]
@@ -164,14 +167,18 @@ def score_images(
             values = reward(images, prompts, metadata)
         except Exception as error:  # whatever a user's function raises, the message must say whose it was
             raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
-        values = values.tolist() if isinstance(values, Tensor) else values
-        if values is None or len(values) != len(prompts):
-            count = "None" if values is None else f"{len(values)} values"
-            raise ValueError(f"{where} returned {count} for {len(prompts)} images: return one number an image")
+        values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+        if not isinstance(values, list | tuple) or len(values) != len(prompts):
+            found = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)[:40]
+            raise ValueError(
+                f"{where} returned {found} for {len(prompts)} images: return a list of one number an image"
+            )
         for index, prompt, value in zip(sample_indices, prompts, values, strict=True):
-            if value is None or not math.isfinite(value):
+            one = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+            number = value.item() if one else value
+            if not isinstance(number, bool | int | float) or not math.isfinite(number):
                 raise ValueError(f"reward {name} is {value} for sample {index} ({prompt!r}): return finite numbers")
-        scores[name] = [float(value) for value in values]
+            scores.setdefault(name, []).append(float(number))
     return scores
 
 

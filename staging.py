@@ -84,11 +84,14 @@ def validate_batch(batch: Mapping[str, Field], fields: StepFields) -> int:
                 )
             if row.requires_grad:
                 raise ValueError(f"field {name!r} requires grad: step inputs are data, detach it")
-            if row.shape[1:] != rows[0].shape[1:] or row.dtype != rows[0].dtype:
+            along_time = name in fields.per_step and field is rows
+            if row.dtype != rows[0].dtype or row.shape[along_time:] != rows[0].shape[along_time:]:
                 raise ValueError(
                     f"field {name!r} mixes rows of {tuple(rows[0].shape)} {rows[0].dtype} "
                     f"and {tuple(row.shape)} {row.dtype}"
                 )
+        if rows is not field and field.ndim == 0:
+            raise ValueError(f"field {name!r} has no batch dimension: give it (B, ...), not a scalar")
         listed = isinstance(field, list)
         if name in fields.per_step:
             if field_ndim(field) < 2:
@@ -147,7 +150,7 @@ def check_supported(environment: Mapping[str, str]) -> None:
         ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
         ("ACCELERATE_USE_TPU", "XLA"),
     ):
-        if environment.get(variable, "false").lower() in ("true", "1", "yes"):
+        if environment.get(variable, "false").lower() in ("y", "yes", "t", "true", "on", "1"):
             raise ValueError(
                 f"{engine} is not supported ({variable} is set): launch with accelerate_configs/fsdp2.yaml"
             )
@@ -193,6 +196,8 @@ def iterate_timesteps(
     shorter. With `prefetch` > 0 on a CUDA device the next steps are copied while this one computes, through a ring of
     prefetch + 1 pinned and as many device buffers; elsewhere it changes nothing. Values are the same in every mode.
     """
+    if chunk < 1 or prefetch < 0:
+        raise ValueError(f"chunk is {chunk} and prefetch {prefetch}: give at least 1 and 0")
     num_timesteps = validate_batch(batch, fields)
     windows = {name: window for name, window in fields.per_step.items() if name in batch}
     shared = {name: gather(batch[name], device) for name in fields.shared if name in batch}
@@ -222,7 +227,7 @@ def iterate_timesteps(
 def gather(field: Field, device: torch.device, start: int = 0, stop: int | None = None) -> Tensor:
     """Copy entries start:stop along time (all of them by default) of every sample to the device; never an alias."""
     if isinstance(field, list):
-        return torch.stack([row[start:stop] for row in field]).to(device)
+        return torch.stack(field if stop is None else [row[start:stop] for row in field]).to(device)
     return (field if stop is None else field[:, start:stop]).to(device, copy=True)
 
 

@@ -466,7 +466,7 @@ def train_batch(
     records, kept = [], []
     try:
         for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
-            outputs = []
+            results = []
             steps = iterate_timesteps(
                 batch,
                 nft_fields(batch),
@@ -484,13 +484,12 @@ def train_batch(
                     last = number == len(micro_batches) - 1 and done == length
                     weight = num_timesteps / (len(micro_batches) * length)
                     with nullcontext() if last else accelerator.no_sync(transformer):
-                        record, output = train_timesteps(
-                            args, accelerator, predictors, step, weight, old_is_current=old_is_current
+                        results.append(
+                            train_timesteps(args, accelerator, predictors, step, weight, old_is_current=old_is_current)
                         )
-                    records.append(record)
-                    outputs.append(output)
+            records += [record for record, _ in results]
             if args.return_model_output:
-                kept.append({name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]})
+                kept.append({name: torch.cat([out[name] for _, out in results], dim=1) for name in results[0][1]})
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(accelerator, records, grad_norm)
         optimizer.step()

@@ -33,6 +33,8 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
 SCHEMA_VERSION = 1
+TABLES = ("trajectories", "prompts", "values")
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # what closes a whole Arrow stream
 NEGATIVE_PROMPT_ID = -1
 STORED_AS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
 PLAIN_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
@@ -156,7 +158,7 @@ def open_cache(
             )
     else:
         facts = [read_manifest(folder / f"manifest-{shard:05d}.json") for shard in shards]
-    tables: dict[str, list[Dataset]] = {"trajectories": [], "prompts": [], "values": []}
+    tables: dict[str, list[Dataset]] = {name: [] for name in TABLES}
     for fact in facts:
         for name, file_facts in fact["files"].items():
             tables[name.partition("-")[0]].append(open_table(folder / name, file_facts, verify_checksums))
@@ -182,9 +184,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         found = manifest.get("schema_version") if isinstance(manifest, dict) else None
         raise ValueError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: roll out again")
-    missing = [key for key in ("shard", "num_shards", "files") if key not in manifest]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: the cache is damaged, roll out again")
+    shard, files = manifest.get("shard"), manifest.get("files")
+    whole = isinstance(shard, int) and isinstance(manifest.get("num_shards"), int) and isinstance(files, dict)
+    names = {f"{table}-{shard:05d}.arrow" for table in TABLES} if whole else set()
+    if not whole or not names - {f"values-{shard:05d}.arrow"} <= files.keys() <= names:
+        raise ValueError(f"{path} does not list the shard's tables: the cache is damaged, roll out again")
+    for name, facts in files.items():
+        if not isinstance(facts, dict) or not all(
+            isinstance(facts.get(key), int) for key in ("rows", "bytes", "crc32")
+        ):
+            raise ValueError(
+                f"{path} does not tell rows, bytes and crc32 of {name}: the cache is damaged, roll out again"
+            )
     return manifest
 
 
@@ -201,9 +212,13 @@ def open_table(path: Path, facts: Mapping[str, int], verify_checksum: bool) -> D
         raise ValueError(
             f"{path} has checksum {checksum}, its manifest says {facts['crc32']}: the cache is damaged, roll out again"
         )
+    with open(path, "rb") as file:
+        file.seek(-min(size, len(END_OF_STREAM)), os.SEEK_END)
+        if file.read() != END_OF_STREAM:
+            raise ValueError(f"{path} has no end mark: the cache is damaged, roll out again")
     try:
         table = Dataset.from_file(str(path))
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no Arrow stream ({error}): the cache is damaged, roll out again") from error
     if table.num_rows != facts["rows"]:
         raise ValueError(

@@ -5,8 +5,11 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of a hub library, which reads it once
 
 import pytest
+import torch
 
 from qwen_image import tiny_pipeline
+
+torch.set_num_threads(1)  # tensors are tiny here: on a busy machine a second thread makes the tests 20 times slower
 
 
 @pytest.fixture(scope="session")

@@ -170,7 +170,13 @@ def test_updates_are_shuffled_anew():
 
 @pytest.mark.parametrize(
     ("wanted", "expected"),
-    [([1, 3, 4, 5], [[3, 1], [5, 4]]), ([3], [[3], [5]]), ([], [[], []]), ([5, 4, 0], [[0, 3], [5, 4]])],
+    [
+        ([1, 3, 4, 5], [[3, 1], [5, 4]]),
+        ([3], [[3], [5]]),
+        ([1, 4, 5], [[0, 1], [5, 4]]),
+        ([], [[], []]),
+        ([5, 4, 0], [[0, 3], [5, 4]]),
+    ],
 )
 def test_ranks_that_skip_batches_still_run_equally_many(wanted, expected):
     plans, flags = [[0, 3, 1], [5, 2, 4]], [batch in wanted for batch in range(6)]

@@ -215,7 +215,7 @@ STEP_FAULTS = {
     "rows of unequal length": (lambda field: [field[0], field[1, :-1]], "entries along time"),
     "no time dimension": (lambda field: field.flatten()[:B], "no time dimension"),
     "rows without time": (lambda field: list(field.flatten()[:B]), "no time dimension"),
-    "a single number": (lambda field: field.flatten()[0], "no time dimension"),
+    "a single number": (lambda field: field.flatten()[0], "no batch dimension"),
 }
 
 

@@ -12,6 +12,7 @@ Shapes: B samples, W trained timesteps, L tokens, C channels, S text tokens, D e
 """
 
 import copy
+import inspect
 import math
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from torch.distributions import Normal
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import staging
+import train_flowgrpo
 from qwen_image import LORA_TARGETS, add_lora, predict_velocity, tiny_pipeline
 from train_flowgrpo import clipped_loss, forward_only, parse_args, train_batch
 from trajectory_cache import open_cache, read_micro_batch, table_writer, write_manifest
@@ -241,7 +243,8 @@ def reference_loss(policy, batch, *, clip_range=0.2, adv_clip_max=5.0):
 @pytest.mark.parametrize("is_weights", [False, True])
 @pytest.mark.parametrize("mode", ["not staged", "staged"])
 def test_an_update_is_a_step_on_the_mean_loss(is_weights, mode):
-    batches = [make_batch(seed, is_weights=is_weights) for seed in (0, 1, 2)]
+    batches = [make_batch(seed, is_weights=is_weights, **CONDITIONS["bf16 and masks"]) for seed in (0, 1)]
+    batches.append(make_batch(2, is_weights=is_weights))
     reference = start()
     loss = sum(reference_loss(reference, batch) for batch in batches) / len(batches)
     loss.backward()
@@ -459,3 +462,36 @@ def test_no_input_survives_a_failed_step(monkeypatch, mode, fails_at):
     assert references
     assert not overlaps
     assert all(memory.expired() for _, memory in references)
+
+
+@pytest.mark.parametrize("mode", ["not staged", "staged"])
+def test_steps_are_closed_while_the_error_is_still_held(monkeypatch, mode):
+    original, iterators = train_flowgrpo.iterate_timesteps, []
+
+    def watched(*args, **options):
+        iterators.append(original(*args, **options))
+        return iterators[-1]
+
+    batches = [make_batch(0), make_batch(1)]
+    policy, _ = call_counter(start(*MODES[mode]), fails_at=W + 1)
+    monkeypatch.setattr(train_flowgrpo, "iterate_timesteps", watched)
+    with pytest.raises(RuntimeError, match="call 4 failed"):
+        train_batch(*policy, batches)
+    assert [inspect.getgeneratorstate(iterator) for iterator in iterators] == [inspect.GEN_CLOSED] * 2
+
+
+@pytest.mark.parametrize("keep", [(), ("--return_model_output",)], ids=["released", "kept"])
+def test_outputs_die_with_their_step_unless_kept(monkeypatch, keep):
+    batches, policy = [make_batch(0), make_batch(1)], start(*STAGED, *keep)
+    original, references, alive = train_flowgrpo.forward_timesteps, [], []
+
+    def watched(*args):
+        alive.append(sum(not memory.expired() for memory in references))
+        outputs = original(*args)
+        references.append(StorageWeakRef(outputs["prev_sample_mean"].untyped_storage()))
+        return outputs
+
+    monkeypatch.setattr(train_flowgrpo, "forward_timesteps", watched)
+    train_batch(*policy, batches)
+    assert alive[:W] == ([0, 1, 2] if keep else [0, 0, 0])
+    assert max(alive[W:]) == (2 if keep else 0)  # what is kept of a whole micro-batch is in new memory

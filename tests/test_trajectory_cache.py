@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from trajectory_cache import (
+    END_OF_STREAM,
     NEGATIVE_PROMPT_ID,
     main,
     open_cache,
@@ -267,7 +268,18 @@ def test_missing_files_are_named(tmp_path, name):
 
 def test_files_that_are_no_arrow_stream_are_named(tmp_path):
     path = write_shard(tmp_path) / TABLES[1]
-    path.write_bytes(b"x" * path.stat().st_size)
+    size = path.stat().st_size
+    path.write_bytes(b"x" * size)
+    assert_refused(path, "no end mark", tmp_path)
+    path.write_bytes(b"x" * (size - 8) + END_OF_STREAM)
+    assert_refused(path, "no Arrow stream", tmp_path)
+
+
+def test_a_damaged_header_is_named(tmp_path):
+    path = write_shard(tmp_path) / TABLES[0]
+    contents = bytearray(path.read_bytes())
+    contents[8] ^= 0xFF
+    path.write_bytes(contents)
     assert_refused(path, "no Arrow stream", tmp_path)
 
 
@@ -300,7 +312,8 @@ def test_foreign_schema_versions_are_named(tmp_path, version):
         (b'{"schema_version": 1, "shard', "not json"),
         (b"\xff\xfe\x00", "not json"),
         (b"[]", "schema version None"),
-        (b'{"schema_version": 1, "shard": 0}', "lacks num_shards, files"),
+        (b'{"schema_version": 1, "shard": 0}', "does not list the shard.s tables"),
+        (b'{"schema_version": 1, "shard": 0, "num_shards": 1, "files": {}}', "does not list the shard.s tables"),
     ],
 )
 def test_damaged_manifests_are_named(tmp_path, contents, words):
@@ -369,6 +382,7 @@ def test_micro_batches_stack_small_fields_and_list_the_rest(tmp_path):
     batch = read_micro_batch(cache, [3, 0])
     assert batch["sigma_max"].shape == (2,)
     assert torch.equal(batch["sigmas"], torch.tensor([1.0, 0.9, 0.5, 0.1]) + torch.tensor([[9.0], [5.0]]))
+    assert isinstance(batch["all_latents"], list)
     assert [row.unique().item() for row in batch["all_latents"]] == [9, 5]
     assert [row.shape for row in batch["all_latents"]] == [(4, 16, 8)] * 2
     assert batch.keys() == {"all_latents", "sigmas", "sigma_max"}

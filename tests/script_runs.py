@@ -1,0 +1,73 @@
+"""Run a training script inside the test process, on the tiny pipeline and a few prompts."""
+
+import json
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+PROMPTS = [f"a picture of {subject}" for subject in ("one", "three cats", "rain", "an old clock")]
+SMALL = {
+    "resolution": 64,
+    "num_inference_steps": 4,
+    "true_cfg_scale": 2,
+    "num_prompts_per_epoch": 4,
+    "num_images_per_prompt": 4,
+    "train_batch_size": 4,
+    "num_updates_per_epoch": 2,
+    "num_train_epochs": 2,
+    "rank": 4,
+    "lora_alpha": 8,
+    "learning_rate": 3e-3,
+    "eval_epochs": 2,
+    "eval_num_inference_steps": 4,
+    "checkpointing_steps": 2,
+    "reward_funcs": "jpeg_compressibility",
+}
+
+
+def options_of(values: dict) -> list[str]:
+    """{"a": 1, "b": (2, 3)} to ["--a", "1", "--b", "2", "3"]."""
+    words = []
+    for name, value in values.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def reset_accelerate() -> None:
+    """Let the next Accelerator of this process read the environment anew."""
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+def write_prompts(folder: Path) -> str:
+    """A prompts file in the folder; returns its path."""
+    path = folder / "prompts.txt"
+    path.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    return str(path)
+
+
+def run(script, output_dir: Path, model: Path, *options: str, **values) -> Path:
+    """script.main with SMALL's options, changed by `values`, then `options`; returns the run folder."""
+    reset_accelerate()
+    prompts = write_prompts(output_dir.parent)
+    named = {"pretrained_model_name_or_path": model, "prompts": prompts, "eval_prompts": prompts}
+    named["output_dir"] = output_dir
+    script.main(script.parse_args([*options_of(SMALL | named | values), *options]))
+    return output_dir
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """metrics.jsonl without what a machine's speed decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+def values_of(folder: Path, name: str) -> list[float]:
+    """One metric's values in order."""
+    return [line[name] for line in metrics_of(folder) if name in line]
+
+
+def adapter_bytes(folder: Path) -> bytes:
+    """The exported adapter's file."""
+    return (folder / "pytorch_lora_weights.safetensors").read_bytes()

@@ -1,0 +1,119 @@
+"""Two CPU ranks under DDP and FSDP2 against one process: python -m pytest tests/test_ranks.py"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from script_runs import SMALL, adapter_bytes, metrics_of, options_of, run, values_of, write_prompts
+
+import train_flowgrpo
+import train_nft
+from trajectory_cache import open_cache
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"num_prompts_per_epoch": 2, "num_images_per_prompt": 8, "num_updates_per_epoch": 1, "num_train_epochs": 3}
+SIZES |= {"checkpointing_steps": 1, "checkpoints_total_limit": 3, "keep_trajectories": 3, "eval_epochs": 3}
+OPTIONS = {
+    train_flowgrpo: SIZES | {"sde_window_range": (0, 3), "clip_range": 1e-3, "kl_beta": 0.1},
+    train_nft: SIZES | {"ref_kl_coef": 0.1, "old_policy_decay": "0:0.1:0.5", "old_policy_update_interval": 1},
+}
+
+
+def run_on_ranks(kind: str, script, folder: Path, model: Path, *options: str, ranks: int = 2, **values) -> Path:
+    """The script in subprocesses, one a rank; the launcher asserts the prepared class and the number of processes."""
+    named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(folder.parent), "output_dir": folder}
+    named["eval_prompts"] = named["prompts"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += ["tests/run_on_cpu_ranks.py", kind, script.__file__]
+    command += [*options_of(SMALL | OPTIONS[script] | named | values), *options]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count(f"on {ranks} ranks") == ranks
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_pipeline_folder):
+    """Run folders by (script, how)."""
+    base, folders = tmp_path_factory.mktemp("ranks"), {}
+    for script in (train_flowgrpo, train_nft):
+        for kind in ("one", "ddp", "fsdp2"):
+            folder = base / f"{script.__name__}_{kind}"
+            if kind == "one":
+                run(script, folder, tiny_pipeline_folder, **OPTIONS[script])
+            elif (script, kind) != (train_nft, "ddp"):
+                run_on_ranks(kind, script, folder, tiny_pipeline_folder)
+            folders[script, kind] = folder
+    return folders
+
+
+CASES = [(train_flowgrpo, "ddp"), (train_flowgrpo, "fsdp2"), (train_nft, "fsdp2")]
+
+
+@pytest.mark.parametrize(("script", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_one_update_is_that_of_one_process(runs, script, kind):
+    one, two = (runs[script, k] / "checkpoints/epoch-00001" for k in ("one", kind))
+    gradients = [load_file(folder / "optimizer.safetensors") for folder in (one, two)]
+    moments = [name for name in gradients[0] if name.endswith("exp_avg")]
+    largest = max(gradients[0][name].abs().max() for name in moments)
+    assert gradients[0].keys() == gradients[1].keys()
+    assert max((gradients[0][name] - gradients[1][name]).abs().max() for name in moments) < 1e-5 * largest
+    adapters = [load_file(folder / "adapter_default.safetensors") for folder in (one, two)]
+    assert max((adapters[0][name] - adapters[1][name]).abs().max() for name in adapters[0]) < 1e-6
+
+
+@pytest.mark.parametrize(("script", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_three_epochs_are_those_of_one_process(runs, script, kind):
+    one, two = metrics_of(runs[script, "one"]), metrics_of(runs[script, kind])
+    assert [line.keys() for line in one] == [line.keys() for line in two]
+    for name, tolerance in (("train/policy_loss", 1e-4), ("train/kl_loss", 1e-4), ("rollout/reward_mean", 1e-4)):
+        values = [values_of(runs[script, k], name) for k in ("one", kind)]
+        assert values[0] == pytest.approx(values[1], abs=tolerance)
+    kl = [values_of(runs[script, k], "train/kl_loss")[-1] for k in ("one", kind)]
+    assert kl[0] > 0
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3)
+    norms = [values_of(runs[script, k], "train/grad_norm") for k in ("one", kind)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
+
+
+def test_groups_that_span_ranks_have_the_same_advantages(runs):
+    advantages = []
+    for kind in ("one", "ddp"):
+        cache = open_cache(runs[train_flowgrpo, kind] / "trajectories/epoch-00000")
+        rows = sorted(zip(cache.values["sample_index"], cache.values["advantage"], strict=True))
+        assert [sample for sample, _ in rows] == list(range(16))
+        advantages.append([advantage for _, advantage in rows])
+    assert advantages[0] == pytest.approx(advantages[1], abs=1e-4)
+    shard = open_cache(runs[train_flowgrpo, "ddp"] / "trajectories/epoch-00000", shards=[0])
+    assert set(shard.sample_indices) == {0, 1, 2, 3, 8, 9, 10, 11}  # half of each group of 8
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_two_sharded_ranks_are_resumed_by_one(runs, tmp_path, tiny_pipeline_folder, script):
+    folder = tmp_path / "resumed"
+    shutil.copytree(runs[script, "fsdp2"], folder)
+    for epoch in (2, 3):
+        shutil.rmtree(folder / f"checkpoints/epoch-{epoch:05d}")
+    (folder / "pytorch_lora_weights.safetensors").unlink()
+    run(script, folder, tiny_pipeline_folder, "--resume_from_checkpoint", "latest", **OPTIONS[script])
+    for name in ("train/policy_loss", "rollout/reward_mean"):
+        assert values_of(folder, name) == pytest.approx(values_of(runs[script, "fsdp2"], name), abs=1e-4)
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_export_holds_the_gathered_tensors(runs, script):
+    folder = runs[script, "fsdp2"]
+    exported = load_file(folder / "pytorch_lora_weights.safetensors")
+    checkpoint = load_file(folder / "checkpoints/epoch-00003/adapter_default.safetensors")
+    assert {f"transformer.{name}" for name in checkpoint} == set(exported)
+    assert all(torch.equal(checkpoint[name], exported[f"transformer.{name}"]) for name in checkpoint)
+    assert len(adapter_bytes(folder)) > sum(tensor.nbytes for tensor in checkpoint.values())
