@@ -1,0 +1,401 @@
+"""DiffusionNFT: golden numbers, old policy, noise layouts, whole runs: python -m pytest tests/test_train_nft.py"""
+
+import shutil
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from script_runs import adapter_bytes, metrics_of, reset_accelerate, values_of
+from script_runs import run as run_any
+
+import qwen_image
+import run_folder
+import train_nft
+from trajectory_cache import open_cache, read_tensors
+
+run = partial(run_any, train_nft, ref_kl_coef=0)
+
+
+@pytest.mark.parametrize(
+    ("reward_prob", "gradient"), [(0, (6, 0)), (0.25, (3, 0)), (0.5, (0, 0)), (0.75, (-3, 0)), (1, (-6, 0))]
+)
+def test_loss_golden(reward_prob, gradient):
+    x0, noise = torch.tensor([[[0.2, -0.3]]], dtype=torch.float64), torch.tensor([[[0.5, 0.1]]], dtype=torch.float64)
+    t = torch.full((1, 1, 1), 0.6, dtype=torch.float64)
+    velocity = torch.tensor([[[0.1, 0.4]]], dtype=torch.float64, requires_grad=True)
+    probability = torch.tensor([reward_prob], dtype=torch.float64)
+    xt = (1 - t) * x0 + t * noise
+    loss = train_nft.nft_loss(
+        velocity, velocity.detach(), x0, xt, t, probability, nft_beta=1.0, adv_clip_max=5.0
+    ).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.6, abs=1e-9)
+    assert velocity.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-9)
+
+
+def test_gradient_is_2r_minus_1_times_that_of_a_sure_sample():
+    torch.manual_seed(0)
+    x0, noise, old = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    t = torch.tensor([0.3, 0.8], dtype=torch.float64).view(2, 1, 1)
+    gradients, values = [], []
+    for probability in (1.0, 0.5, 0.2):
+        velocity = old.clone().requires_grad_(True)
+        loss = train_nft.nft_loss(
+            velocity,
+            old,
+            x0,
+            (1 - t) * x0 + t * noise,
+            t,
+            torch.full((2,), probability),
+            nft_beta=0.1,
+            adv_clip_max=5.0,
+        ).mean()
+        values.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, velocity)[0])
+    assert values == pytest.approx([values[0]] * 3)
+    torch.testing.assert_close(gradients[1], torch.zeros_like(gradients[1]), atol=1e-9, rtol=0)
+    torch.testing.assert_close(gradients[2], -0.6 * gradients[0])
+
+
+def test_a_higher_reward_pulls_the_velocity_towards_the_sample():
+    """A step against the gradient brings the predicted x0 nearer for r = 1 and further for r = 0."""
+    torch.manual_seed(0)
+    x0, noise, old = torch.randn(3, 1, 5, 4)
+    t = torch.full((1, 1, 1), 0.5)
+    xt = (1 - t) * x0 + t * noise
+    distances = []
+    for probability in (0.0, 1.0):
+        velocity = old.clone().requires_grad_(True)
+        options = {"nft_beta": 0.5, "adv_clip_max": 5.0}
+        train_nft.nft_loss(velocity, old, x0, xt, t, torch.tensor([probability]), **options).sum().backward()
+        moved = velocity.detach() - 0.01 * velocity.grad
+        distances.append((xt - t * moved - x0).norm() - (xt - t * old - x0).norm())
+    assert distances[0] > 0 > distances[1]
+
+
+@pytest.mark.parametrize(
+    ("adv_mode", "expected"),
+    [
+        ("all", [0, 0, 0.5, 0.75, 1, 1]),
+        ("positive_only", [0.5, 0.5, 0.5, 0.75, 1, 1]),
+        ("negative_only", [0, 0, 0.5, 0.5, 0.5, 0.5]),
+        ("one_only", [0.5, 0.5, 0.5, 0.6, 0.6, 0.6]),
+        ("binary", [0.4, 0.4, 0.5, 0.6, 0.6, 0.6]),
+    ],
+)
+def test_reward_probability(adv_mode, expected):
+    advantages = torch.tensor([-10, -5, 0, 2.5, 5, 10])
+    probability = train_nft.reward_probability(advantages, adv_mode=adv_mode, adv_clip_max=5.0)
+    assert probability.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "expected"),
+    [
+        ("copy", 1000, 0),
+        ("linear_to_0_5", 0, 0),
+        ("linear_to_0_5", 100, 0.1),
+        ("linear_to_0_5", 900, 0.5),
+        ("delayed_linear_to_0_999", 74, 0),
+        ("delayed_linear_to_0_999", 75, 0),
+        ("delayed_linear_to_0_999", 85, 0.075),
+        ("delayed_linear_to_0_999", 9999, 0.999),
+        ("10:0.5:0.7", 11, 0.5),
+        ("10:0.5:0.7", 12, 0.7),
+    ],
+)
+def test_decay_schedules(name, steps, expected):
+    assert train_nft.old_policy_decay(train_nft.parse_old_policy_decay(name), steps) == pytest.approx(expected)
+
+
+def test_train_timesteps():
+    sigmas = torch.linspace(1, 0, 11)
+    args = train_nft.parse_args(["--timestep_fraction", "0.5"])
+    drawn = train_nft.draw_train_timesteps(args, sigmas, [3, 4, 5], (0, 1, 0))
+    assert drawn.shape == (3, 5)
+    assert all(
+        len(set(row.tolist())) == 5 and set(row.tolist()) <= set((sigmas[:-1] * 1000).tolist()) for row in drawn
+    )
+    assert len({tuple(row.tolist()) for row in drawn}) == 3  # every sample has its own order
+    alone = train_nft.draw_train_timesteps(args, sigmas, [4], (0, 1, 0))
+    assert torch.equal(alone[0], drawn[1])  # whatever batch it is in
+    assert not torch.equal(train_nft.draw_train_timesteps(args, sigmas, [4], (0, 2, 0))[0], drawn[1])
+    whole = train_nft.draw_train_timesteps(train_nft.parse_args([]), sigmas, [0], (0, 0, 0))
+    assert sorted(whole[0].tolist()) == sorted((sigmas[:-1] * 1000).tolist())
+    for kind in ("uniform", "logit_normal"):
+        args = train_nft.parse_args(["--train_timesteps", kind])
+        drawn = train_nft.draw_train_timesteps(args, sigmas, range(200), (0, 0, 0))
+        assert 0 < drawn.min() < drawn.max() < 1000
+        inner = ((drawn > 250) & (drawn < 750)).float().mean().item()
+        assert inner == pytest.approx({"uniform": 0.5, "logit_normal": 0.728}[kind], abs=0.04)
+
+
+# ----- The old policy ----------------------------------------------------------------------------------------------
+
+
+def with_adapters(folder) -> torch.nn.Module:
+    """The tiny transformer with a default and an old adapter, fp32 on a bf16 base."""
+    torch.manual_seed(0)
+    transformer = qwen_image.load_pipeline(folder, dtype=torch.bfloat16).transformer
+    qwen_image.add_lora(transformer, rank=4, lora_alpha=8, target_modules=qwen_image.LORA_TARGETS)
+    qwen_image.add_old_adapter(transformer)
+    return transformer
+
+
+def census(transformer) -> dict[str, tuple]:
+    return {name: (p.dtype, p.requires_grad) for name, p in transformer.named_parameters()}
+
+
+def test_old_adapter_is_an_exact_frozen_copy(tiny_pipeline_folder):
+    transformer = with_adapters(tiny_pipeline_folder)
+    default, old = (qwen_image.adapter_state_dict(transformer.named_parameters(), n) for n in ("default", "old"))
+    assert default.keys() == old.keys()
+    assert all(torch.equal(default[name], old[name]) for name in default)
+    assert {p.dtype for p in (*default.values(), *old.values())} == {torch.float32}
+    assert all(p.requires_grad for p in default.values())
+    assert not any(p.requires_grad for p in old.values())
+    assert {p.data_ptr() for p in default.values()}.isdisjoint(p.data_ptr() for p in old.values())
+
+
+def test_switching_adapters_leaves_requires_grad_alone_even_after_an_error(tiny_pipeline_folder):
+    transformer = with_adapters(tiny_pipeline_folder)
+    layers, before = qwen_image.lora_layers(transformer), census(transformer)
+
+    def fail(switch):
+        with switch:
+            assert census(transformer) == before
+            raise ZeroDivisionError
+
+    for switch in (qwen_image.adapters_off(layers), qwen_image.adapter_active(layers, "old")):
+        with pytest.raises(ZeroDivisionError):
+            fail(switch)
+        assert census(transformer) == before
+        assert {tuple(layer.active_adapters) for layer in layers} == {("default",)}
+        assert not any(layer.disable_adapters for layer in layers)
+
+
+@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16])
+def test_following(lora_dtype):
+    old, current = [torch.zeros(3, dtype=lora_dtype)], [torch.nn.Parameter(torch.full((3,), 2.0))]
+    train_nft.follow(old, current, 0.75)
+    assert old[0].tolist() == [0.5] * 3
+    train_nft.follow(old, current, 0.0)
+    assert torch.equal(old[0].float(), current[0].data)
+
+
+# ----- Updates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def case(tiny_pipeline_folder):
+    """A function (options, micro-batch changes) -> (outputs, metrics, calls by policy, weights) of one update."""
+
+    def update(*options: str, old_is_current=False, steps=3, **changes):
+        reset_accelerate()
+        accelerator = Accelerator(cpu=True)
+        transformer = with_adapters(tiny_pipeline_folder).float()
+        torch.manual_seed(1)
+        for name, parameter in transformer.named_parameters():
+            if ".lora_B." in name:
+                parameter.data.normal_(std=0.02)
+        args = train_nft.parse_args(["--ref_kl_coef", "0", *options])
+        parameters = [p for p in transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        calls = {"current": 0, "old": 0, "reference": 0}
+        layers = qwen_image.lora_layers(transformer)
+
+        def predictor(name, context):
+            def predict(*tensors, **conditions):
+                calls[name] += 1
+                with context():
+                    return qwen_image.predict_velocity(
+                        transformer, *tensors, height=64, width=64, true_cfg_scale=1.0, cfg_batched=True,
+                        dtype=torch.float32, **conditions,
+                    )  # fmt: skip
+
+            return predict
+
+        predictors = train_nft.Predictors(
+            predictor("current", nullcontext),
+            predictor("old", lambda: qwen_image.adapter_active(layers, "old")),
+            predictor("reference", lambda: qwen_image.adapters_off(layers)),
+        )
+        generator = torch.Generator().manual_seed(2)
+        batch = {
+            "prompt_embeds": torch.randn(2, 6, 32, generator=generator),
+            "latents_clean": list(torch.randn(2, 16, 64, generator=generator)),
+            "train_timesteps": torch.tensor([[900.0, 500.0, 100.0], [300.0, 700.0, 1000.0]])[:, :steps],
+            "reward_prob": torch.tensor([[0.9], [0.2]]).expand(2, steps),
+            "sample_index": [0, 1],
+            "noise_words": (0, 0, 0),
+        } | changes
+        metrics, outputs = train_nft.train_batch(
+            args, accelerator, transformer, predictors, optimizer, parameters, [batch], old_is_current=old_is_current
+        )
+        return outputs, metrics, calls, [p.detach().clone() for p in parameters]
+
+    return update
+
+
+@pytest.mark.parametrize(
+    ("options", "old_is_current", "expected"),
+    [
+        ([], True, (3, 0, 0)),
+        ([], False, (3, 3, 0)),
+        (["--ref_kl_coef", "0.1"], False, (3, 3, 3)),
+        (["--ref_kl_coef", "0.1"], True, (3, 0, 3)),
+        (["--timesteps_per_forward", "3"], True, (1, 0, 0)),
+    ],
+)
+def test_only_the_forwards_that_are_needed_run(case, options, old_is_current, expected):
+    assert tuple(case(*options, old_is_current=old_is_current)[2].values()) == expected
+
+
+def stored_noise(per_step: bool, steps=3):
+    rows = [
+        [qwen_image.seeded_noise((train_nft.NOISE_STREAM, 0, 0, 0, sample, k), (16, 64)) for k in range(steps)]
+        for sample in range(2)
+    ]
+    return [torch.stack(row) if per_step else row[0] for row in rows]
+
+
+def test_stored_noise_is_that_drawn_on_demand(case):
+    on_demand = case()
+    stored = case(forward_noise=stored_noise(per_step=True))
+    assert all(torch.equal(a, b) for a, b in zip(on_demand[3], stored[3], strict=True))
+    shared = case(forward_noise=stored_noise(per_step=False))
+    assert not all(torch.equal(a, b) for a, b in zip(on_demand[3], shared[3], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["on_demand", "per_step", "shared"])
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_staging_changes_no_weight(case, layout, chunk):
+    changes = {} if layout == "on_demand" else {"forward_noise": stored_noise(layout == "per_step")}
+    options = ["--timesteps_per_forward", str(chunk)]
+    staged = case(*options, "--enable_timestep_staging", "--staging_prefetch", "1", **changes)
+    resident = case(*options, **changes)
+    assert staged[1] == resident[1]
+    assert all(torch.equal(a, b) for a, b in zip(staged[3], resident[3], strict=True))
+    one_by_one = case(**changes)
+    for a, b in zip(staged[3], one_by_one[3], strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+
+
+def test_kept_outputs(case):
+    names = {"forward_prediction", "old_prediction", "x0", "xt", "t_expanded"}
+    (outputs,), *_ = case("--return_model_output")
+    assert set(outputs) == names
+    assert {name: tuple(tensor.shape[:2]) for name, tensor in outputs.items()} == dict.fromkeys(names, (2, 3))
+    (outputs,), *_ = case("--return_model_output", "--ref_kl_coef", "0.1")
+    assert set(outputs) == {*names, "ref_forward_prediction"}
+    assert case()[0] == []
+    x0, xt, t = (outputs[name] for name in ("x0", "xt", "t_expanded"))
+    noise = torch.stack(stored_noise(per_step=True))
+    torch.testing.assert_close(xt, (1 - t) * x0 + t * noise)
+
+
+def test_bad_input_is_named(case):
+    for field, value in (
+        ("latents_clean", torch.zeros(2, 16, 64, requires_grad=True)),
+        ("forward_noise", torch.zeros(2, 4, 16, 64)),
+        ("forward_noise", torch.zeros(3, 16, 64)),
+        ("reward_prob", torch.zeros(2, 2)),
+    ):
+        with pytest.raises(ValueError, match=field):
+            case(**{field: value})
+
+
+# ----- Whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["on_demand", "per_step", "shared"])
+def test_runs_are_the_same_staged_and_not(tmp_path, tiny_pipeline_folder, layout):
+    folders = [
+        run(tmp_path / name, tiny_pipeline_folder, *options, forward_noise=layout, ref_kl_coef=0.01)
+        for name, options in {
+            "off": [],
+            "on": ["--enable_timestep_staging"],
+            "prefetch": ["--enable_timestep_staging", "--staging_prefetch", "1"],
+        }.items()
+    ]
+    for folder in folders[1:]:
+        assert metrics_of(folder) == metrics_of(folders[0])
+        assert adapter_bytes(folder) == adapter_bytes(folders[0])
+
+
+def test_resume_gives_the_same_run(tmp_path, tiny_pipeline_folder):
+    options = {"old_policy_decay": "0:0.1:0.5", "old_policy_update_interval": 1, "num_train_epochs": 4}
+    whole = run(tmp_path / "whole", tiny_pipeline_folder, **options)
+    halved = run(tmp_path / "halved", tiny_pipeline_folder, **options)
+    shutil.rmtree(halved / "checkpoints/epoch-00004")
+    run(halved, tiny_pipeline_folder, "--resume_from_checkpoint", "latest", **options)
+    assert metrics_of(halved) == metrics_of(whole)
+    assert adapter_bytes(halved) == adapter_bytes(whole)
+    adapters = [
+        load_file(whole / f"checkpoints/epoch-00004/adapter_{name}.safetensors") for name in ("default", "old")
+    ]
+    assert any(not torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+def test_copy_makes_the_old_policy_the_current_one(tmp_path, tiny_pipeline_folder):
+    options = {"old_policy_decay": "copy", "old_policy_update_interval": 1}
+    folder = run(tmp_path / "run", tiny_pipeline_folder, "--export_old_policy", **options)
+    adapters = [
+        load_file(folder / f"checkpoints/epoch-00002/adapter_{name}.safetensors") for name in ("default", "old")
+    ]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+    assert adapter_bytes(folder) == adapter_bytes(folder / "old_policy")
+    assert values_of(folder, "train/old_deviate")[0] == 0
+    assert values_of(folder, "train/old_deviate")[1] > 0
+
+
+def test_only_clean_latents_are_cached(tmp_path, tiny_pipeline_folder):
+    folder = run(tmp_path / "run", tiny_pipeline_folder, num_train_epochs=1)
+    cache = open_cache(folder / "trajectories/epoch-00000")
+    assert cache.fields == {"latents_clean"}
+    assert sum(read_tensors(cache.trajectories, row)["latents_clean"].nbytes for row in range(16)) == 16 * 16 * 64 * 4
+
+
+def test_training_from_a_cache_equals_the_online_run(tmp_path, tiny_pipeline_folder):
+    online = run(tmp_path / "online", tiny_pipeline_folder, num_train_epochs=1)
+    cached = run(tmp_path / "cached", tiny_pipeline_folder, trajectory_cache=online / "trajectories/epoch-00000")
+    assert adapter_bytes(cached) == adapter_bytes(online)
+
+
+def test_full_weights(tmp_path, tiny_pipeline_folder):
+    options = {"learning_rate": 1e-4, "old_policy_decay": "0:0.1:0.5", "old_policy_update_interval": 1}
+    folder = run(tmp_path / "run", tiny_pipeline_folder, "--no-use_lora", **options)
+    before = load_file(tiny_pipeline_folder / "transformer/diffusion_pytorch_model.safetensors")
+    after = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) > len(before) / 2
+    assert np.isfinite(values_of(folder, "train/policy_loss")).all()
+    assert values_of(folder, "train/old_deviate")[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nft_beta": 0}, "--nft_beta is 0"),
+        ({"adv_clip_max": 0}, "--adv_clip_max is 0"),
+        ({"timestep_fraction": 0}, "--timestep_fraction 0"),
+        ({"timestep_fraction": 1.5}, "--timestep_fraction 1.5"),
+        ({"old_policy_decay": "slowly"}, "flat:rate:cap"),
+        ({"old_policy_decay": "0:0.1:1"}, "cap"),
+        ({"old_policy_update_interval": 0}, "--old_policy_update_interval is 0"),
+    ],
+)
+def test_refusals(tmp_path, tiny_pipeline_folder, capsys, options, expected):
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, **options)) == 2
+    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_reference_needs_lora(tmp_path, tiny_pipeline_folder, capsys):
+    options = {"ref_kl_coef": 0.1}
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, "--no-use_lora", **options)) == 2
+    assert "--ref_kl_coef 0" in capsys.readouterr().err
