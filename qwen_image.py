@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from huggingface_hub import hf_hub_download, snapshot_download
 from peft import LoraConfig
@@ -97,7 +99,22 @@ def load_pipeline(folder: Path, *, dtype: torch.dtype, leave_out: Sequence[str] 
     for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
         if module is not None:
             module.requires_grad_(False).eval()
+    if pipeline.vae is not None:
+        use_image_convolutions(pipeline.vae)
     return pipeline
+
+
+def use_image_convolutions(vae: AutoencoderKLQwenImage) -> None:
+    """Let the video VAE's causal convolutions treat single images as such: the same result, several times faster."""
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d):
+            module.forward = partial(convolve_one_frame, module)
+
+
+def convolve_one_frame(module: QwenImageCausalConv3d, frame: Tensor, cache_x: None = None) -> Tensor:
+    """A causal 3-d convolution of one frame (B, C, 1, H, W): those before it are zeros, only the last slice counts."""
+    weight, padding = module.weight[:, :, -1], module._padding[2::-2]
+    return nn.functional.conv2d(frame[:, :, 0], weight, module.bias, module.stride[1:], padding)[:, :, None]
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:

@@ -31,14 +31,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mat
 import numpy as np
 import torch
 from diffusers import QwenImagePipeline
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, l1_loss, mse_loss
+from torch.nn.functional import l1_loss, mse_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from qwen_image import tiny_pipeline
+from qwen_image import tiny_pipeline, use_image_convolutions
 from rewards import GLYPH_LAYOUT, GLYPH_MATCH_RIGHT, GLYPHS, draw_ink, glyph_match
 
 SIZE = 64
@@ -156,11 +155,6 @@ def make_update(module: nn.Module, compute_loss: Callable[..., Tensor], learning
         return replay()
 
     return update
-
-
-def convolve_one_frame(self: QwenImageCausalConv3d, frame: Tensor, cache_x: None = None) -> Tensor:
-    """QwenImageCausalConv3d.forward for one frame: those before it are zeros, so only the last slice counts."""
-    return conv2d(frame[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], self._padding[2::-2])[:, :, None]
 
 
 def train_vae(pipeline: QwenImagePipeline, masks: Tensor, steps: int, seed: int) -> None:
@@ -310,7 +304,6 @@ def main() -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
     torch.set_float32_matmul_precision("high")
-    QwenImageCausalConv3d.forward = convolve_one_frame  # the same result several times faster
     start = time.perf_counter()
 
     train, held_out = split_texts(seed=0)
@@ -320,6 +313,7 @@ def main() -> None:
         (args.output_dir / name).write_text("\n".join(lines) + "\n")
 
     pipeline = tiny_pipeline(0, num_layers=3, num_attention_heads=3, text_width=32, vae_base_dim=8).to(args.device)
+    use_image_convolutions(pipeline.vae)
     pipeline.text_encoder.eval().requires_grad_(False)
     pipeline.set_progress_bar_config(disable=True)
     masks, numbers = {}, {}
