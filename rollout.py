@@ -21,7 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
+)
 from diffusers.utils import make_image_grid
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -57,6 +62,7 @@ from trajectory_cache import (
 
 # The streams of random numbers that one sample draws from; each is a function of (seed, epoch, sample, stream).
 INITIAL_NOISE, STEP_NOISE = 0, 1
+SOLVERS = ("euler", "unipc")
 EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
 
 
@@ -71,6 +77,16 @@ def draw_sde_window(
     return start, start + window_size
 
 
+def make_solver(name: str, sigmas: Tensor) -> UniPCMultistepScheduler | None:
+    """The ODE solver of one batch of samples: None for Euler, "unipc" for diffusers' second-order multistep solver."""
+    if name == "euler":
+        return None
+    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2)
+    solver.set_timesteps(sigmas=sigmas[:-1].numpy().copy())
+    solver.set_begin_index(0)
+    return solver
+
+
 @torch.no_grad()
 def sample_trajectories(
     predict: Callable[[Tensor, Tensor], Tensor],
@@ -82,8 +98,10 @@ def sample_trajectories(
     noise_level: float,
     step_noise: Callable[[int], Tensor],
     keep_prev_sample_mean: bool = False,
+    solver: UniPCMultistepScheduler | None = None,
 ) -> dict[str, Tensor]:
-    """Denoise latents (B, L, C): SDE steps inside the window, the pipeline's own Euler (ODE) steps outside.
+    """Denoise latents (B, L, C): SDE steps inside the window, the pipeline's own Euler (ODE) steps outside, or with an
+    empty window those of a fresh solver.
 
     predict takes latents and timesteps (B,) in [0, 1000]; step_noise(i) gives (B, L, C) for step i. Returns CPU
     tensors: latents_clean (B, L, C) and, with a window that is not empty, all_latents (B, W+1, L, C), sigmas (B, W+1),
@@ -97,6 +115,9 @@ def sample_trajectories(
     for step in range(len(sigmas) - 1):
         sigma, sigma_next = (sigmas_on_device[i].expand(batch_size) for i in (step, step + 1))
         velocity = predict(latents, sigma * 1000)
+        if solver is not None:
+            latents = solver.step(velocity, solver.timesteps[step], latents, return_dict=False)[0]
+            continue
         if not start <= step < stop:
             latents = latents + (sigma_next - sigma).view(-1, 1, 1) * velocity
             continue
@@ -151,6 +172,7 @@ def write_rollout(
     sde_window: tuple[int, int] = (0, 0),
     sde_type: str = "sde",
     noise_level: float = 0.0,
+    solver: str = "euler",
     show_progress: bool = False,
 ) -> Tensor:
     """Sample one rank's batches, write its trajectories and prompts tables, and return their rewards (n, R) float64.
@@ -185,6 +207,7 @@ def write_rollout(
                 noise_level=noise_level,
                 seed_words=seed_words,
                 keep_prev_sample_mean="old_prev_sample_mean" in fields,
+                solver=solver,
             )
             images = decode_latents(vae, trajectories["latents_clean"].to(device), height=height, width=width).cpu()
             texts = [prompts[prompt_id]["prompt"] for prompt_id in ids]
@@ -408,6 +431,7 @@ def sample_batch(
     sde_type: str = "sde",
     noise_level: float = 0.0,
     keep_prev_sample_mean: bool = False,
+    solver: str = "euler",
 ) -> dict[str, Tensor]:
     """Trajectories of one batch whose noise depends on (seed, epoch, sample) alone; the default is plain ODE."""
     shape = ((height // PIXELS_PER_TOKEN) * (width // PIXELS_PER_TOKEN), 64)
@@ -425,6 +449,7 @@ def sample_batch(
         noise_level=noise_level,
         step_noise=lambda step: noise(STEP_NOISE, step),
         keep_prev_sample_mean=keep_prev_sample_mean,
+        solver=make_solver(solver, sigmas),
     )
 
 

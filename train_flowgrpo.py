@@ -66,7 +66,7 @@ DEMO_DEFAULTS = {
     "noise_level": 0.8,
     "num_prompts_per_epoch": 8,
     "train_batch_size": 16,
-    "num_train_epochs": 40,
+    "num_train_epochs": 30,
     "rank": 16,
     "lora_alpha": 32,
     "learning_rate": 1e-3,

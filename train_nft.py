@@ -126,6 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("rollout").add_argument
     add("--resolution", type=int, default=512, help="height and width of the images in pixels")
     add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
+    add("--rollout_solver", choices=rollout.SOLVERS, default="euler", help="ODE solver; unipc is of second order")
     add("--true_cfg_scale", type=float, default=1.0, help="true CFG in rollout and update; 1 switches it off")
     add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
     add("--num_prompts_per_epoch", type=int, default=24, help="prompts per epoch, over all processes")
@@ -751,6 +752,7 @@ def roll_out(
         width=args.resolution,
         seed_words=(args.seed, epoch),
         fields=ROLLOUT_FIELDS,
+        solver=args.rollout_solver,
         show_progress=accelerator.is_local_main_process,
     )
     sampling.vae.to("cpu")

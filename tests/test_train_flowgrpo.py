@@ -347,3 +347,44 @@ def test_defaults_are_the_recipe_and_the_demo_overrides_few():
     assert (recipe.rank, recipe.lora_alpha, recipe.learning_rate, recipe.clip_range) == (64, 128, 3e-4, 1e-4)
     assert not recipe.enable_timestep_staging
     assert recipe.num_images_per_prompt == 16
+
+
+def test_guard_loss_has_the_papers_closed_form():
+    """exp(mean((mu - mu_old) eps)) with eps = (x' - mu_old) / S, and the loss divided by -dt."""
+    generator = torch.Generator().manual_seed(0)
+    mean, old_mean, sample = torch.randn(3, 2, 1, 5, 4, generator=generator, dtype=torch.float64)
+    mean = old_mean + 0.1 * mean
+    std_dev_t, sqrt_dt = torch.tensor([[0.8], [1.5]]).double(), torch.tensor([[0.3], [0.25]]).double()
+    noise_std = (std_dev_t * sqrt_dt)[..., None, None]
+    log_probs, old_log_probs = (
+        torch.distributions.Normal(m, noise_std).log_prob(sample).mean(dim=(-2, -1)) for m in (mean, old_mean)
+    )
+    advantages = torch.tensor([[1.0], [-2.0]]).double()
+    losses, ratio = train_flowgrpo.guard_loss(
+        log_probs, old_log_probs, advantages, mean, old_mean, std_dev_t, sqrt_dt, clip_range=10.0, adv_clip_max=5.0
+    )
+    expected = torch.exp(((mean - old_mean) * (sample - old_mean) / noise_std).mean(dim=(-2, -1)))
+    torch.testing.assert_close(ratio, expected)
+    torch.testing.assert_close(losses, -advantages * expected / sqrt_dt**2)
+
+
+def test_kl_golden():
+    mean, reference = torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([[[[0.0, 0.0]]]])
+    assert train_flowgrpo.kl_to_reference(mean, reference, torch.tensor([[0.5]])).item() == pytest.approx(2.5 / 0.5)
+
+
+def test_another_pipeline_class_is_refused(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImageEditPipeline"}')
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tmp_path)) == 2
+    assert "is a QwenImageEditPipeline" in capsys.readouterr().err
+
+
+def test_a_clip_range_from_language_models_is_warned_about(tmp_path, tiny_pipeline_folder, capsys):
+    run(tmp_path / "run", tiny_pipeline_folder, clip_range=0.2, num_train_epochs=1)
+    assert "--clip_range 0.2 clips nothing" in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_stop_the_run(tmp_path, tiny_pipeline_folder, capsys):
+    options = {"learning_rate": 1e20, "max_grad_norm": 1e20, "num_train_epochs": 5}
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, **options)) == 2
+    assert "the update is not applied" in capsys.readouterr().err
