@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
@@ -37,7 +37,7 @@ TABLES = ("trajectories", "prompts", "values")
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # what closes a whole Arrow stream
 NEGATIVE_PROMPT_ID = -1
 STORED_AS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
-PLAIN_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
+PLAIN_TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
 # ----- Writing -----------------------------------------------------------------------------------------------------
@@ -51,9 +51,10 @@ def table_writer(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
     def write(row: Mapping[str, Any]) -> None:
         nonlocal writer
-        if writer is None:  # one record batch a row: larger ones overflow Arrow's 2 GB offsets and cost memory
-            writer = ArrowWriter(features=row_features(row), path=str(temporary), writer_batch_size=1)
-        writer.write(encode_row(row))
+        table = row_table(row)
+        if writer is None:
+            writer = ArrowWriter(features=Features.from_arrow_schema(table.schema), path=str(temporary))
+        writer.write_table(table)  # one record batch a row: larger ones overflow Arrow's 2 GB offsets and cost memory
 
     try:
         yield write
@@ -70,31 +71,18 @@ def table_writer(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         temporary.unlink(missing_ok=True)
 
 
-def row_features(row: Mapping[str, Any]) -> Features:
-    """Arrow types of a row, taken from its values."""
-    features = {}
+def row_table(row: Mapping[str, Any]) -> pa.Table:
+    """One row as an Arrow table over the tensors' own memory: flat lists of the stored bits, shapes and dtype names."""
+    columns: dict[str, pa.Array] = {}
     for name, value in row.items():
         if isinstance(value, Tensor):
-            features[name] = List(Value(str(STORED_AS.get(value.dtype, value.dtype)).removeprefix("torch.")))
-            features[f"{name}_shape"] = List(Value("int32"))
-            features[f"{name}_dtype"] = Value("string")
+            bits = value.detach().contiguous().view(STORED_AS.get(value.dtype, value.dtype)).flatten().numpy()
+            columns[name] = pa.ListArray.from_arrays(pa.array([0, bits.size], pa.int32()), pa.array(bits))
+            columns[f"{name}_shape"] = pa.array([list(value.shape)], pa.list_(pa.int32()))
+            columns[f"{name}_dtype"] = pa.array([str(value.dtype).removeprefix("torch.")])
         else:
-            features[name] = Value(PLAIN_TYPES[type(value)])
-    return Features(features)
-
-
-def encode_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row as ArrowWriter takes it: flat numpy arrays of the stored bits, shapes and dtype names."""
-    encoded = {}
-    for name, value in row.items():
-        if isinstance(value, Tensor):
-            value = value.detach().contiguous()
-            encoded[name] = value.view(STORED_AS.get(value.dtype, value.dtype)).flatten().numpy()
-            encoded[f"{name}_shape"] = list(value.shape)
-            encoded[f"{name}_dtype"] = str(value.dtype).removeprefix("torch.")
-        else:
-            encoded[name] = value
-    return encoded
+            columns[name] = pa.array([value], PLAIN_TYPES[type(value)])
+    return pa.table(columns)
 
 
 def write_manifest(folder: Path, shard: int, facts: Mapping[str, Any]) -> None:
