@@ -72,7 +72,7 @@ def table_writer(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
 
 def row_table(row: Mapping[str, Any]) -> pa.Table:
-    """One row as an Arrow table over the tensors' own memory: flat lists of the stored bits, shapes and dtype names."""
+    """One row as an Arrow table over the tensors' own memory: flat lists of stored bits, shapes, dtype names."""
     columns: dict[str, pa.Array] = {}
     for name, value in row.items():
         if isinstance(value, Tensor):

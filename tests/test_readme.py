@@ -1,0 +1,76 @@
+"""Every command of the README parses, and every option is explained: python -m pytest tests/test_readme.py"""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from script_runs import options_of
+
+import rollout
+import train_flowgrpo
+import train_nft
+import trajectory_cache
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.strip().splitlines()
+]
+SCRIPTS = {"train_flowgrpo.py": train_flowgrpo, "train_nft.py": train_nft, "rollout.py": rollout}
+
+
+def test_the_first_command_stands_within_15_lines():
+    assert any("accelerate launch train_flowgrpo.py" in line for line in README.splitlines()[:15])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command):
+    words = shlex.split(command)
+    scripts = [word for word in words if word.endswith(".py") and word in SCRIPTS]
+    for word in words:
+        if word.startswith(("accelerate_configs/", "assets/", "requirements")):
+            assert (ROOT / word).exists(), word
+    if scripts:
+        SCRIPTS[scripts[0]].parse_args(words[words.index(scripts[0]) + 1 :])
+    else:
+        assert words[0] in ("pip", "python"), command
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout])
+def test_every_option_is_in_the_readme_or_a_test(script, monkeypatch):
+    parsers = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv=None: parsers.append(self))
+    known = [argparse.Namespace(pretrained_model_name_or_path="x")]
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", lambda self, argv=None: known)
+    script.parse_args([])
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for action in parsers[0]._actions:
+        flags = [flag for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
+        assert not flags or any(flag in README or flag in tests for flag in flags), action.dest
+
+
+@pytest.mark.parametrize("script", ["train_flowgrpo.py", "train_nft.py", "rollout.py", "trajectory_cache.py"])
+def test_help_runs_as_a_script(script):
+    result = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "usage" in result.stdout
+
+
+def test_no_flag_means_no_staging(tmp_path):
+    """The flag switches the iterator; checked in processes of their own by what the banner says."""
+    banners = []
+    for number, flags in enumerate(([], ["--enable_timestep_staging"])):
+        small = {"num_train_epochs": 1, "eval_epochs": 0, "num_prompts_per_epoch": 1, "num_updates_per_epoch": 1}
+        options = options_of(small)
+        command = [sys.executable, "train_flowgrpo.py", *options, *flags, "--output_dir", str(tmp_path / str(number))]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        banners.append(next(line for line in result.stdout.splitlines() if line.startswith("timestep staging")))
+    assert banners[0].split()[2] == "off;"
+    assert banners[1].split()[2] == "on;"
+
+
+def test_the_check_command_of_the_readme_exists():
+    assert callable(trajectory_cache.main)
