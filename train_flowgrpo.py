@@ -53,7 +53,7 @@ POLICY_LOSSES = ("clip", "grpo_guard")
 NEEDS_OLD_MEAN = ("grpo_guard",)  # losses that compare with the rollout's mean of x_{t+1}
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
-FORWARD_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
+CACHED_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
@@ -309,7 +309,7 @@ def forward_only(
     args: argparse.Namespace, predict: Callable[..., Tensor], batch: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """All outputs (B, W, ...) of one micro-batch, on the CPU: for old log-probs and reference means; never staged."""
-    with closing(iterate_timesteps(batch, FORWARD_FIELDS, device, staged=False)) as steps:
+    with closing(iterate_timesteps(batch, CACHED_FIELDS, device, staged=False)) as steps:
         outputs = [forward_timesteps(args, predict, step) for step in steps]
     return {name: torch.cat([output[name] for output in outputs], dim=1).cpu() for name in outputs[0]}
 
@@ -481,7 +481,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         rollout.check_cache(cache, facts, batch_size=size, num_updates=num_updates, world_size=world_size)
         num_samples = len(cache.sample_indices)
         for first in range(0, num_samples, size):
-            validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), FORWARD_FIELDS)
+            validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
     checkpoint = state = None
     if args.resume_from_checkpoint:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
@@ -541,7 +541,7 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
     if inputs.cache is None:
         num_timesteps = args.sde_window_size or args.num_inference_steps - 1
     else:
-        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), FORWARD_FIELDS)
+        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), CACHED_FIELDS)
     planned = planned_bytes(args, num_timesteps, inputs.num_samples)
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
     shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}

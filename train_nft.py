@@ -86,7 +86,7 @@ DEMO_DEFAULTS = {
     "num_prompts_per_epoch": 8,
     "train_batch_size": 16,
     "num_updates_per_epoch": 1,
-    "num_train_epochs": 30,
+    "num_train_epochs": 20,
     "nft_beta": 1.0,
     "ref_kl_coef": 0.0,
     "old_policy_decay": "linear_to_0_5",

@@ -12,7 +12,7 @@ import train_nft
 # Functions of one name that are the algorithm's own, and so differ.
 OWN_FUNCTIONS = {
     "parse_args", "check_args", "forward_timesteps", "forward_only", "train_timesteps", "train_batch",
-    "update_metrics", "checkpoint_identity", "cache_facts", "planned_bytes", "print_banner", "check_run",
+    "update_metrics", "checkpoint_identity", "cache_facts", "planned_bytes", "print_banner",
     "make_policy", "roll_out", "update_policy", "evaluate", "main",
 }  # fmt: skip
 OWN_DEFAULTS = {"output_dir", "true_cfg_scale", "num_prompts_per_epoch"}  # the published recipes differ

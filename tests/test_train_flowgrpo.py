@@ -299,16 +299,24 @@ def test_a_cache_of_another_model_is_refused(tmp_path, finished, capsys):
     assert "made with model" in capsys.readouterr().err
 
 
-def test_a_damaged_cache_is_refused(tmp_path, finished, tiny_pipeline_folder, capsys):
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"), [(flip_a_bit, "has checksum"), (lambda content: content[:-100], "its manifest says")]
+)
+def test_a_damaged_cache_is_refused(tmp_path, finished, tiny_pipeline_folder, capsys, damage, expected):
     cache = tmp_path / "cache"
     shutil.copytree(finished / "trajectories/epoch-00000", cache)
     path = cache / "trajectories-00000.arrow"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    path.write_bytes(damage(path.read_bytes()))
     code = run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, "--trajectory_cache", str(cache)))
     assert code == 2
-    assert "trajectories-00000.arrow has checksum" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "trajectories-00000.arrow" in error
+    assert expected in error
 
 
 def test_a_second_run_in_the_same_folder_is_refused(finished, tiny_pipeline_folder, capsys):
