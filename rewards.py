@@ -9,9 +9,12 @@ import importlib.util
 import io
 import math
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -131,6 +134,16 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
+@lru_cache
+def load_module(path: str) -> ModuleType:
+    """Import a file once, whatever number of its functions is asked for."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_reward(name: str) -> RewardFunction:
     """A reward by its name in REWARDS, or `path/to/module.py:function`. Raises ValueError that lists the names."""
     if name in REWARDS:
@@ -140,10 +153,8 @@ def load_reward(name: str) -> RewardFunction:
         raise ValueError(f"reward {name!r} is unknown: choose from {', '.join(REWARDS)}, or module.py:function")
     if not Path(path).is_file():
         raise ValueError(f"reward {name!r}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = load_module(str(Path(path).resolve()))
     except Exception as error:  # it is the user's file: whatever it raises, say whose it was
         raise ValueError(f"reward {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
     if not callable(vars(module).get(function_name)):
@@ -166,7 +177,9 @@ def score_images(
         try:
             values = reward(images, prompts, metadata)
         except Exception as error:  # whatever a user's function raises, the message must say whose it was
-            raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name} line {frame.lineno}"
+            raise ValueError(f"{where} raised {type(error).__name__}: {error} ({place})") from error
         values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
         if not isinstance(values, list | tuple) or len(values) != len(prompts):
             found = f"{len(values)} values" if isinstance(values, list | tuple) else repr(values)[:40]

@@ -50,6 +50,7 @@ from qwen_image import (
 from rewards import RewardFunction, group_advantages, load_reward, score_images, to_pil
 from run_folder import run_script
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
+from staging import check_supported
 from trajectory_cache import (
     NEGATIVE_PROMPT_ID,
     TrajectoryCache,
@@ -64,6 +65,39 @@ from trajectory_cache import (
 INITIAL_NOISE, STEP_NOISE = 0, 1
 SOLVERS = ("euler", "unipc")
 EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
+
+
+def check_sampling(resolution: int, num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
+    """Raise ValueError for sizes that cannot be sampled."""
+    if resolution <= 0 or resolution % PIXELS_PER_TOKEN:
+        nearest = max(1, round(resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
+        raise ValueError(f"--resolution {resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}")
+    if num_inference_steps < 2:
+        raise ValueError(f"--num_inference_steps {num_inference_steps}: give at least 2")
+    if true_cfg_scale < 1:
+        raise ValueError(f"--true_cfg_scale {true_cfg_scale}: give 1, which is no CFG, or more")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}: it must not be negative")
+
+
+def check_sde_window(
+    window_size: int, window_range: Sequence[int], num_inference_steps: int, noise_level: float
+) -> None:
+    """Raise ValueError for a window that does not fit, or noise that gives no log-prob."""
+    first, stop = window_range
+    if noise_level <= 0:
+        raise ValueError(f"--noise_level {noise_level}: without noise a step has no log-prob to train on")
+    if window_size < 0:
+        raise ValueError(f"--sde_window_size is {window_size}: give 0 for all steps but the last, or more")
+    if window_size and not 0 <= first <= stop - window_size:
+        raise ValueError(
+            f"--sde_window_size {window_size} does not fit in --sde_window_range {first} {stop}: widen it"
+        )
+    if window_size and stop > num_inference_steps - 1:
+        raise ValueError(
+            f"--sde_window_range {first} {stop} reaches the last of {num_inference_steps} steps, which cannot be "
+            f"trained: end it at {num_inference_steps - 1}"
+        )
 
 
 def draw_sde_window(
@@ -405,9 +439,10 @@ def check_cache(
 
 def cached_rewards(cache: TrajectoryCache) -> tuple[Tensor, Tensor]:
     """Rewards (N,) float64 and prompt ids (N,) of a cache's samples, by sample number."""
-    order = torch.tensor(cache.values["sample_index"][:]).argsort()
-    rewards = torch.tensor(cache.values["reward"][:], dtype=torch.float64)
-    return rewards[order], torch.tensor(cache.values["prompt_id"][:])[order]
+    rewards = dict(zip(cache.values["sample_index"][:], cache.values["reward"][:], strict=True))
+    groups = dict(zip(cache.sample_indices, cache.prompt_ids, strict=True))
+    samples = sorted(groups)
+    return torch.tensor([rewards[s] for s in samples], dtype=torch.float64), torch.tensor([groups[s] for s in samples])
 
 
 def load_micro_batch(cache: TrajectoryCache, rows: Sequence[int]) -> dict[str, Any]:
@@ -458,7 +493,8 @@ def sample_batch(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the training scripts that a rollout needs, with the same meaning and defaults."""
-    parser = argparse.ArgumentParser(description="Write a trajectory cache: one epoch of rollouts with their rewards.")
+    description = "Write a trajectory cache: one epoch of rollouts with their rewards."
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     flag = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model").add_argument
     add("--pretrained_model_name_or_path", required=True, help="hub name or folder of a QwenImagePipeline")
@@ -498,6 +534,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     """Sample one epoch's prompts and write the cache; ranks share the batches."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_supported(os.environ)
+    check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
+    check_sde_window(args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level)
     batches_per_update = check_batch_arithmetic(
         num_prompts=args.num_prompts_per_epoch,
         images_per_prompt=args.num_images_per_prompt,
@@ -559,7 +598,7 @@ def main(args: argparse.Namespace) -> None:
             dtype=dtype,
             **size,
         )
-        fields = ["all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs"]
+        fields = ["all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs", "latents_clean"]
         sampling.vae.to(device)
         scores = write_rollout(
             predict,

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     """Write args.json with the git commit, and a copy of the scripts that run. Raises ValueError over another run."""
-    if (output_dir / "args.json").exists():
+    if (output_dir / "metrics.jsonl").exists() or (output_dir / "checkpoints").exists():
         raise ValueError(
             f"--output_dir {output_dir} holds a run already: go on with --resume_from_checkpoint latest, name another "
             "folder, or delete it"
@@ -54,7 +54,10 @@ def append_metrics(output_dir: Path, metrics: Mapping[str, float]) -> None:
 
 def cut_metrics(output_dir: Path, num_bytes: int) -> None:
     """Drop the lines of metrics.jsonl that were written after a checkpoint."""
-    with open(output_dir / "metrics.jsonl", "rb+") as file:
+    path = output_dir / "metrics.jsonl"
+    if not path.is_file() or path.stat().st_size < num_bytes:
+        raise ValueError(f"{path} is shorter than the {num_bytes} bytes it had at the checkpoint: restore it first")
+    with open(path, "rb+") as file:
         file.truncate(num_bytes)
 
 
@@ -75,7 +78,7 @@ def delete_trajectories(output_dir: Path, *, first: int = 0, stop: int | None = 
     for path in (output_dir / "trajectories").glob("epoch-?????"):
         epoch = int(path.name.removeprefix("epoch-"))
         if epoch >= first and (stop is None or epoch < stop):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # another node may be deleting it too
 
 
 def peak_memory(phase: str) -> dict[str, float]:
@@ -88,7 +91,10 @@ def peak_memory(phase: str) -> dict[str, float]:
 
 
 def stop_on_interrupt() -> list[int]:
-    """From now on Ctrl-C adds to the returned list, for the loop to look at; a second one raises KeyboardInterrupt."""
+    """From now on Ctrl-C adds to the returned list, for the loop to look at; a second one raises KeyboardInterrupt.
+
+    A launcher of several processes gives them some seconds only: there, `stop_requested` looks for a file.
+    """
     requests: list[int] = []
 
     def request_stop(signal_number: int, frame: Any) -> None:
@@ -101,6 +107,11 @@ def stop_on_interrupt() -> list[int]:
     return requests
 
 
+def stop_requested(output_dir: Path, requests: Sequence[int]) -> bool:
+    """True after Ctrl-C, or when somebody has made a file STOP in the run folder, which any launcher honours."""
+    return bool(requests) or (output_dir / "STOP").exists()
+
+
 def run_script(main: Callable[[], None]) -> int:
     """Run main and return the exit code. An error that this repository raises is one line on stderr and code 2; any
     other keeps its traceback."""
@@ -110,7 +121,8 @@ def run_script(main: Callable[[], None]) -> int:
         print("stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint", file=sys.stderr)
         return 130
     except (ValueError, RuntimeError) as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != HERE:
+        frame = traceback.extract_tb(error.__traceback__)[-1]  # a library's C++ code leaves our own line as the last
+        if Path(frame.filename).parent != HERE or not frame.line.startswith("raise"):
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
@@ -146,6 +158,13 @@ def finish_checkpoint(temporary: Path, folder: Path, total_limit: int) -> None:
         shutil.rmtree(old)
 
 
+def delete_checkpoints(output_dir: Path, *, first: int) -> None:
+    """Delete the checkpoints of epochs `first` and later: a run that goes on from an older one replaces them."""
+    for path in (output_dir / "checkpoints").glob("epoch-?????"):
+        if int(path.name.removeprefix("epoch-")) >= first:
+            shutil.rmtree(path)
+
+
 def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
     """`latest` or a path to a checkpoint's folder. Raises ValueError where there is none or it is not whole."""
     if resume_from_checkpoint == "latest":
@@ -158,6 +177,9 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
         folder = found[-1]
     else:
         folder = Path(resume_from_checkpoint)
+        if folder.resolve().parent.parent != output_dir.resolve():
+            run = folder.resolve().parent.parent
+            raise ValueError(f"--resume_from_checkpoint {folder} is another run's: resume with --output_dir {run}")
     if not (folder / "state.json").is_file():
         raise ValueError(f"--resume_from_checkpoint {folder} holds no state.json: it is no checkpoint of this script")
     return folder

@@ -5,6 +5,7 @@ loop's own (reduce of rewards and metrics, backward, wait_for_everyone).
 """
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import run_folder
 from qwen_image import adapter_state_dict
 
 
-def make_accelerator(*, report_to: str = "none", logging_dir: str | Path | None = None) -> Accelerator:
-    """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key."""
+def make_accelerator(
+    *, report_to: str = "none", logging_dir: str | Path | None = None, checkpoints_blocks: bool = False
+) -> Accelerator:
+    """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key.
+
+    checkpoints_blocks: whether the model recomputes its blocks itself. Raises ValueError for what is not supported.
+    """
     plugin = None
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2":
         param_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
@@ -33,6 +39,13 @@ def make_accelerator(*, report_to: str = "none", logging_dir: str | Path | None 
     accelerator = Accelerator(fsdp_plugin=plugin, log_with=tracker, project_dir=logging_dir and str(logging_dir))
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
+    if accelerator.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {accelerator.device.type} was not tried: use a GPU, or `accelerate launch --cpu`")
+    plugin = accelerator.state.fsdp_plugin if accelerator.distributed_type == DistributedType.FSDP else None
+    if checkpoints_blocks and plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "--gradient_checkpointing and fsdp_activation_checkpointing both recompute blocks: choose one"
+        )
     return accelerator
 
 
@@ -72,8 +85,17 @@ def prepare_policy(
 def prepare_frozen(accelerator: Accelerator, transformer: nn.Module) -> nn.Module:
     """A second, frozen model, sharded and computing like the prepared one."""
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, transformer)
+        transformer = fsdp2_prepare_model(accelerator, transformer)
+        accelerator._models.append(transformer)  # what save_state and load_state go through
+        return transformer
     return accelerator.prepare_model(transformer, evaluation_mode=accelerator.distributed_type != DistributedType.FSDP)
+
+
+def reshard(transformer: nn.Module) -> None:
+    """Under FSDP2, drop gathered weights that a forward left behind, once the shards were written to."""
+    for module in transformer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clip_gradients(
@@ -130,6 +152,8 @@ def restore_adapter(
 def restore_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Write whole optimizer state back, sharded as the parameters now are."""
     for name, parameter in adapter_state_dict(transformer.named_parameters()).items():
+        if f"{name}.step" not in tensors:  # no update had been made
+            continue
         state = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {
             key: like_parameter(tensor, parameter) if tensor.ndim else tensor for key, tensor in state.items()
@@ -166,7 +190,11 @@ def save_checkpoint(
     if adapters:
         tensors["optimizer"] = gather_optimizer(transformer, optimizer)
     else:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+        accelerator.wait_for_everyone()
         accelerator.save_state(str(temporary))
+        accelerator.wait_for_everyone()  # every rank's files are there
     if accelerator.is_main_process:
         state = {"epoch": epoch, "lr_scheduler": lr_scheduler.state_dict(), **counters}
         state["metrics_bytes"] = (output_dir / "metrics.jsonl").stat().st_size
@@ -198,6 +226,7 @@ def load_checkpoint(
         group["lr"] = learning_rate
     if accelerator.is_main_process:
         run_folder.cut_metrics(output_dir, state["metrics_bytes"])
+        run_folder.delete_checkpoints(output_dir, first=state["epoch"] + 1)
     if accelerator.is_local_main_process:
         run_folder.delete_trajectories(output_dir, first=state["epoch"])
     accelerator.wait_for_everyone()

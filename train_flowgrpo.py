@@ -51,6 +51,7 @@ from trajectory_cache import TrajectoryCache, open_cache, write_manifest
 HERE = Path(__file__).resolve().parent
 POLICY_LOSSES = ("clip", "grpo_guard")
 NEEDS_OLD_MEAN = ("grpo_guard",)  # losses that compare with the rollout's mean of x_{t+1}
+LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
 CACHED_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
@@ -130,7 +131,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train_batch_size", type=int, default=4, help="samples of one forward per device, in rollout and update")
     add("--num_train_epochs", type=int, default=300, help="epochs: one rollout and its updates")
     add("--learning_rate", type=float, default=3e-4, help="AdamW's")
-    add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="constant", help="diffusers' schedules")
+    add("--lr_scheduler", choices=LR_SCHEDULERS, default="constant", help="diffusers' schedules")
     add("--lr_warmup_steps", type=int, default=0, help="optimizer steps of warm-up")
     add("--adam_beta1", type=float, default=0.9, help="AdamW's first decay")
     add("--adam_beta2", type=float, default=0.999, help="AdamW's second decay")
@@ -175,19 +176,17 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     for name in above_zero:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    for name in ("seed", "staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
+    for name in ("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
-    if args.resolution % PIXELS_PER_TOKEN:
-        nearest = max(1, round(args.resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
-        raise ValueError(
-            f"--resolution {args.resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}"
-        )
-    if args.num_inference_steps < 2:
-        raise ValueError(f"--num_inference_steps {args.num_inference_steps}: give at least 2")
+    rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
+    if args.staging_prefetch and not args.enable_timestep_staging:
+        raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
     num_rewards = len(args.reward_funcs or [])
+    if len(set(args.reward_funcs or [])) < num_rewards:
+        raise ValueError(f"--reward_funcs names a reward twice: {' '.join(args.reward_funcs)}")
     if args.reward_weights and len(args.reward_weights) != num_rewards:
         raise ValueError(f"--reward_weights has {len(args.reward_weights)} values for {num_rewards} --reward_funcs")
     if args.report_to != "none" and find_spec(args.report_to) is None:
@@ -212,18 +211,9 @@ def check_args(args: argparse.Namespace) -> None:
     """Refuse what FlowGRPO's own options show to be wrong."""
     if args.clip_range <= 0:
         raise ValueError(f"--clip_range is {args.clip_range}: it must be above 0")
-    if args.noise_level <= 0:
-        raise ValueError(f"--noise_level {args.noise_level}: without noise a step has no log-prob to train on")
-    size, (first, stop) = args.sde_window_size, args.sde_window_range
-    if size and not 0 <= first <= stop - size:
-        raise ValueError(f"--sde_window_size {size} does not fit in --sde_window_range {first} {stop}: widen it")
-    if size and stop > args.num_inference_steps - 1:
-        raise ValueError(
-            f"--sde_window_range {first} {stop} reaches the last of {args.num_inference_steps} steps, which cannot be "
-            f"trained: end it at {args.num_inference_steps - 1}"
-        )
-    if size < 0 or args.kl_beta < 0:
-        raise ValueError(f"--sde_window_size {size} and --kl_beta {args.kl_beta} must not be negative")
+    rollout.check_sde_window(args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level)
+    if args.kl_beta < 0:
+        raise ValueError(f"--kl_beta is {args.kl_beta}: it must not be negative")
     if args.kl_beta and not args.use_lora:
         raise ValueError(
             f"--kl_beta {args.kl_beta} with --no-use_lora: the reference is the model with its adapter off, so it "
@@ -394,6 +384,7 @@ def train_batch(
             records += [record for record, _ in results]
             if args.return_model_output:
                 kept.append({name: torch.cat([out[name] for _, out in results], dim=1) for name in results[0][1]})
+            results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(args, accelerator, records, grad_norm)
         optimizer.step()
@@ -754,6 +745,7 @@ def update_policy(
                     "another policy's or precision's"
                 )
             yield metrics, outputs
+            del outputs
 
 
 def evaluate(
@@ -797,7 +789,9 @@ def main(args: argparse.Namespace) -> None:
     """Train; the sections of an epoch are the docstring's."""
     output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = check_run(args, world_size)
-    accelerator = sharding.make_accelerator(report_to=args.report_to, logging_dir=output_dir / "logs")
+    accelerator = sharding.make_accelerator(
+        report_to=args.report_to, logging_dir=output_dir / "logs", checkpoints_blocks=args.gradient_checkpointing
+    )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:
         if inputs.state is None:
@@ -870,6 +864,7 @@ def main(args: argparse.Namespace) -> None:
     for epoch in progress:
         # ----- 1. and 2. Rollout and rewards.
         started, metrics = time.perf_counter(), {}
+        run_folder.peak_memory("before")  # what evaluation and loading took is not the rollout's
         if inputs.cache is None:
             cache, rewards, groups, metrics = roll_out(
                 args, accelerator, inputs, policy, sampling, facts, own_batches, epoch
@@ -889,6 +884,7 @@ def main(args: argparse.Namespace) -> None:
             log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
             if outputs:
                 run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
+            del outputs  # a step's outputs must not live on through the next one
         metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
 
         # ----- 4. Log, evaluate, tidy up, checkpoint.
@@ -898,7 +894,8 @@ def main(args: argparse.Namespace) -> None:
         last = epoch + 1 == num_epochs
         if inputs.eval_prompts and ((epoch + 1) % args.eval_epochs == 0 or last):
             log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, epoch + 1))
-        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(len(stop_requests))).item() > 0
+        stop = run_folder.stop_requested(output_dir, stop_requests)
+        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(int(stop))).item() > 0
         if args.checkpointing_steps:
             passed = global_step // args.checkpointing_steps > saved_step // args.checkpointing_steps
             if passed or stopping or last:
@@ -922,6 +919,7 @@ def main(args: argparse.Namespace) -> None:
             qwen_image.export_lora(output_dir, state_dict, export_config)
     else:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
+    (output_dir / "STOP").unlink(missing_ok=True)
     accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -69,6 +69,7 @@ OLD_POLICY_DECAYS = {  # flat, rate, cap: old <- d old + (1-d) current, d = 0 be
     "linear_to_0_5": (0, 0.001, 0.5),
     "delayed_linear_to_0_999": (75, 0.0075, 0.999),
 }
+LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("latents_clean",)
 CACHED_FIELDS = StepFields(shared=(*CONDITIONS, "latents_clean"), per_step={}, optional=NFT_FIELDS.optional)
@@ -154,7 +155,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--train_batch_size", type=int, default=4, help="samples of one forward per device, in rollout and update")
     add("--num_train_epochs", type=int, default=300, help="epochs: one rollout and its updates")
     add("--learning_rate", type=float, default=3e-4, help="AdamW's")
-    add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="constant", help="diffusers' schedules")
+    add("--lr_scheduler", choices=LR_SCHEDULERS, default="constant", help="diffusers' schedules")
     add("--lr_warmup_steps", type=int, default=0, help="optimizer steps of warm-up")
     add("--adam_beta1", type=float, default=0.9, help="AdamW's first decay")
     add("--adam_beta2", type=float, default=0.999, help="AdamW's second decay")
@@ -200,19 +201,17 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     for name in above_zero:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    for name in ("seed", "staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
+    for name in ("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
-    if args.resolution % PIXELS_PER_TOKEN:
-        nearest = max(1, round(args.resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
-        raise ValueError(
-            f"--resolution {args.resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}"
-        )
-    if args.num_inference_steps < 2:
-        raise ValueError(f"--num_inference_steps {args.num_inference_steps}: give at least 2")
+    rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
+    if args.staging_prefetch and not args.enable_timestep_staging:
+        raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
     num_rewards = len(args.reward_funcs or [])
+    if len(set(args.reward_funcs or [])) < num_rewards:
+        raise ValueError(f"--reward_funcs names a reward twice: {' '.join(args.reward_funcs)}")
     if args.reward_weights and len(args.reward_weights) != num_rewards:
         raise ValueError(f"--reward_weights has {len(args.reward_weights)} values for {num_rewards} --reward_funcs")
     if args.report_to != "none" and find_spec(args.report_to) is None:
@@ -249,6 +248,13 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--ref_kl_coef {args.ref_kl_coef} with --no-use_lora: the reference is the model with its adapter off, "
             "so it needs LoRA; use --use_lora or --ref_kl_coef 0"
+        )
+    if not args.use_lora and args.export_old_policy:
+        raise ValueError("--export_old_policy exports an adapter: use it with --use_lora")
+    if not args.use_lora and os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") == "1":
+        raise ValueError(
+            "--no-use_lora under FSDP version 1: it would not see the old policy's new weights; launch with "
+            "accelerate_configs/fsdp2.yaml"
         )
     parse_old_policy_decay(args.old_policy_decay)
 
@@ -496,6 +502,7 @@ def train_batch(
             records += [record for record, _ in results]
             if args.return_model_output:
                 kept.append({name: torch.cat([out[name] for _, out in results], dim=1) for name in results[0][1]})
+            results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(accelerator, records, grad_norm)
         optimizer.step()
@@ -648,6 +655,7 @@ class Policy(NamedTuple):
     predictors: Predictors
     old: list[Tensor]  # the old policy's parameters, in the order of
     current: list[nn.Parameter]  # the trained ones they follow
+    old_transformer: nn.Module | None  # of full-weight runs
 
 
 def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer: nn.Module, num_steps: int) -> Policy:
@@ -659,6 +667,7 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
             transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules
         )
         qwen_image.add_old_adapter(transformer)
+        old_transformer = None
     else:
         old_transformer = copy.deepcopy(transformer)
         qwen_image.train_all_used(transformer)
@@ -705,7 +714,9 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
         parameters = zip(transformer.parameters(), old_transformer.parameters(), strict=True)
         current, old = zip(*[pair for pair in parameters if pair[0].requires_grad], strict=True)
         predictors = Predictors(predict, partial(predict_velocity, old_transformer, **predict.keywords), predict)
-    return Policy(transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current))
+    return Policy(
+        transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current), old_transformer
+    )
 
 
 @torch.no_grad()
@@ -830,6 +841,7 @@ def update_policy(
             policy.lr_scheduler.step()
             spread = {"mean": probabilities.mean(), "std": probabilities.std(correction=0)}
             yield metrics | {f"reward_prob_{name}": value.item() for name, value in spread.items()}, outputs
+            del outputs
 
 
 def evaluate(
@@ -873,7 +885,9 @@ def main(args: argparse.Namespace) -> None:
     """Train; the sections of an epoch are the docstring's."""
     output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = check_run(args, world_size)
-    accelerator = sharding.make_accelerator(report_to=args.report_to, logging_dir=output_dir / "logs")
+    accelerator = sharding.make_accelerator(
+        report_to=args.report_to, logging_dir=output_dir / "logs", checkpoints_blocks=args.gradient_checkpointing
+    )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:
         if inputs.state is None:
@@ -948,6 +962,7 @@ def main(args: argparse.Namespace) -> None:
     for epoch in progress:
         # ----- 1. and 2. Rollout and rewards.
         started, metrics = time.perf_counter(), {}
+        run_folder.peak_memory("before")  # what evaluation and loading took is not the rollout's
         if inputs.cache is None:
             cache, rewards, groups, metrics = roll_out(
                 args, accelerator, inputs, policy, sampling, facts, own_batches, epoch
@@ -976,10 +991,13 @@ def main(args: argparse.Namespace) -> None:
             log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
             if outputs:
                 run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
+            del outputs  # a step's outputs must not live on through the next one
         old_is_current = False
         if (epoch + 1) % args.old_policy_update_interval == 0:
             metrics["train/old_policy_decay"] = old_policy_decay(decay, global_step)
             follow(policy.old, policy.current, metrics["train/old_policy_decay"])
+            if policy.old_transformer is not None:
+                sharding.reshard(policy.old_transformer)
             old_is_current = metrics["train/old_policy_decay"] == 0
         metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
 
@@ -990,7 +1008,8 @@ def main(args: argparse.Namespace) -> None:
         last = epoch + 1 == num_epochs
         if inputs.eval_prompts and ((epoch + 1) % args.eval_epochs == 0 or last):
             log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, epoch + 1))
-        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(len(stop_requests))).item() > 0
+        stop = run_folder.stop_requested(output_dir, stop_requests)
+        stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(int(stop))).item() > 0
         if args.checkpointing_steps:
             passed = global_step // args.checkpointing_steps > saved_step // args.checkpointing_steps
             if passed or stopping or last:
@@ -1022,6 +1041,7 @@ def main(args: argparse.Namespace) -> None:
                 qwen_image.export_lora(output_dir / "old_policy", state_dict, export_config)
     else:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
+    (output_dir / "STOP").unlink(missing_ok=True)
     accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
