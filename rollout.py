@@ -28,6 +28,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from diffusers.utils import make_image_grid
+from PIL import ImageOps
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -270,10 +271,12 @@ def sample_evaluation(
     world_size: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """ODE images of M fixed prompts from fixed seeds, this rank's part: rewards (M, R) float64 and the first 16 images
-    (16, 3, height, width) uint8, zero where another rank has them, so that a sum over ranks completes both."""
+    """ODE images of M fixed prompts from fixed seeds, this rank's part: rewards (M, R) float64 and 16 images, evenly
+    spread over the prompts, (16, 3, height, width) uint8. Both are zero where another rank has them, so that a sum over
+    ranks completes them."""
     device, num_images = next(vae.parameters()).device, len(prompts)
     scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
+    stride = max(1, num_images // 16)
     grid = torch.zeros(min(16, num_images), 3, height, width, dtype=torch.uint8)
     for first in range(
         rank * batch_size,
@@ -300,16 +303,19 @@ def sample_evaluation(
         values = score_images(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
         scores[samples] = torch.tensor(list(values.values()), dtype=torch.float64).T
         for sample, image in zip(samples, images, strict=False):
-            if sample < len(grid):
-                grid[sample] = (image * 255).round().byte()
+            if sample % stride == 0 and sample // stride < len(grid):
+                grid[sample // stride] = (image * 255).round().byte()
     return scores, grid
 
 
 def save_grid(images: Tensor, path: Path) -> None:
-    """Images (n, 3, H, W) uint8 as one square picture."""
+    """Images (n, 3, H, W) uint8, each in a thin frame, as one square picture."""
     columns = math.ceil(len(images) ** 0.5)
     blank = torch.full_like(images[0], 255)
-    pictures = [to_pil(image / 255) for image in (*images, *[blank] * (-len(images) % columns))]
+    tiles = (*images, *[blank] * (-len(images) % columns))
+    pictures = [
+        ImageOps.expand(to_pil(tile / 255), border=max(1, tile.shape[-1] // 64), fill="gray") for tile in tiles
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     make_image_grid(pictures, rows=len(pictures) // columns, cols=columns).save(path)
 

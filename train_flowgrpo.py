@@ -756,7 +756,7 @@ def evaluate(
     sampling: rollout.Sampling,
     epoch: int,
 ) -> dict[str, float]:
-    """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of the first 16."""
+    """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of 16 of them."""
     size = {"height": args.resolution, "width": args.resolution}
     sampling.vae.to(accelerator.device)
     scores, grid = rollout.sample_evaluation(

@@ -52,7 +52,7 @@ def test_run_folder_is_complete(finished):
         assert (finished / name).is_file()
     grids = sorted(path.name for path in (finished / "grids").iterdir())
     assert grids == ["epoch-00000.png", "epoch-00002.png"]
-    assert Image.open(finished / "grids" / grids[0]).size == (128, 128)
+    assert Image.open(finished / "grids" / grids[0]).size == (132, 132)  # 2 x 2 images of 64 px, each in a frame of 1
     assert not list(finished.rglob("*.tmp"))
 
 
