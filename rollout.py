@@ -272,8 +272,8 @@ def sample_evaluation(
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """ODE images of M fixed prompts from fixed seeds, this rank's part: rewards (M, R) float64 and 16 images, evenly
-    spread over the prompts, (16, 3, height, width) uint8. Both are zero where another rank has them, so that a sum over
-    ranks completes them."""
+    spread over the prompts, (16, 3, height, width) uint8. Where another rank has them both are zero, so that a sum
+    over ranks completes them."""
     device, num_images = next(vae.parameters()).device, len(prompts)
     scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
     stride = max(1, num_images // 16)
