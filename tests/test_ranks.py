@@ -141,3 +141,27 @@ def test_export_holds_the_gathered_tensors(runs, script):
     assert {f"transformer.{name}" for name in checkpoint} == set(exported)
     assert all(torch.equal(checkpoint[name], exported[f"transformer.{name}"]) for name in checkpoint)
     assert len(adapter_bytes(folder)) > sum(tensor.nbytes for tensor in checkpoint.values())
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_full_weights_sharded_over_two_ranks_are_resumed(tmp_path, tiny_pipeline_folder, script):
+    """Sharded full weights equal one process after an epoch, and resume, of DiffusionNFT the old policy too."""
+    own = {"kl_beta": 0} if script is train_flowgrpo else {"ref_kl_coef": 0}
+    values = {"learning_rate": 1e-4, "num_train_epochs": 2, "eval_epochs": 0, **own, **with_reward(tmp_path)}
+    one = run(script, tmp_path / "one", tiny_pipeline_folder, "--no-use_lora", **(OPTIONS[script] | values))
+    two = run_on_ranks("fsdp2", script, tmp_path / "two", tiny_pipeline_folder, "--no-use_lora", **values)
+    assert values_of(one, "train/grad_norm")[0] == pytest.approx(values_of(two, "train/grad_norm")[0], rel=1e-4)
+    weights = [load_file(f / "transformer/diffusion_pytorch_model.safetensors") for f in (one, two)]
+    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 4e-4  # two steps of Adam
+    shutil.rmtree(two / "checkpoints/epoch-00002")
+    shutil.rmtree(two / "transformer")
+    resume = ["--no-use_lora", "--resume_from_checkpoint", "latest"]
+    before = metrics_of(two)
+    run_on_ranks("fsdp2", script, two, tiny_pipeline_folder, *resume, **values)
+    assert [line.keys() for line in metrics_of(two)] == [line.keys() for line in before]
+    for name in ("train/policy_loss", "rollout/reward_mean", "train/grad_norm"):
+        assert values_of(two, name) == pytest.approx(
+            [line[name] for line in before if name in line], rel=1e-4, abs=1e-7
+        )
+    again = load_file(two / "transformer/diffusion_pytorch_model.safetensors")
+    assert max((again[name] - weights[1][name]).abs().max() for name in again) < 1e-6
