@@ -195,7 +195,7 @@ def test_following(lora_dtype):
 def case(tiny_pipeline_folder):
     """A function (options, micro-batch changes) -> (outputs, metrics, calls by policy, weights) of one update."""
 
-    def update(*options: str, old_is_current=False, steps=3, **changes):
+    def update(*options: str, old_is_current=False, steps=3, only_forward=False, **changes):
         reset_accelerate()
         accelerator = Accelerator(cpu=True)
         transformer = with_adapters(tiny_pipeline_folder).float()
@@ -234,6 +234,8 @@ def case(tiny_pipeline_folder):
             "sample_index": [0, 1],
             "noise_words": (0, 0, 0),
         } | changes
+        if only_forward:
+            return train_nft.forward_only(args, predictors, batch, accelerator.device)
         metrics, outputs = train_nft.train_batch(
             args, accelerator, transformer, predictors, optimizer, parameters, [batch], old_is_current=old_is_current
         )
@@ -297,6 +299,17 @@ def test_kept_outputs(case):
     x0, xt, t = (outputs[name] for name in ("x0", "xt", "t_expanded"))
     noise = torch.stack(stored_noise(per_step=True))
     torch.testing.assert_close(xt, (1 - t) * x0 + t * noise)
+
+
+@pytest.mark.parametrize("layout", ["on_demand", "per_step", "shared"])
+def test_forward_only_gives_what_training_sees(case, layout):
+    changes = {} if layout == "on_demand" else {"forward_noise": stored_noise(layout == "per_step")}
+    options = ["--ref_kl_coef", "0.1", "--enable_timestep_staging"]
+    (kept,), *_ = case(*options, "--return_model_output", **changes)
+    for flags in ([], ["--return_model_output"]):
+        outputs = case(*options, *flags, only_forward=True, **changes)
+        assert outputs.keys() == kept.keys()
+        assert all(torch.equal(outputs[name], kept[name]) for name in kept)
 
 
 def test_bad_input_is_named(case):
