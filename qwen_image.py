@@ -81,8 +81,9 @@ def local_pipeline_folder(
     return Path(snapshot_download(pretrained_model_name_or_path, revision=revision, allow_patterns=patterns))
 
 
-def transformer_fingerprint(folder: Path) -> str:
-    """Tells one transformer from another by its configuration and output layer, without loading it."""
+def transformer_fingerprint(folder: str | Path) -> str:
+    """Tells the transformer of one pipeline folder from others by its configuration and output layer, unloaded."""
+    folder = Path(folder)
     config = json.loads((folder / "transformer/config.json").read_text())
     checksum = zlib.crc32(json.dumps({k: v for k, v in sorted(config.items()) if not k.startswith("_")}).encode())
     for path in sorted((folder / "transformer").glob("*.safetensors")):

@@ -155,7 +155,7 @@ def load_reward(name: str) -> RewardFunction:
         raise ValueError(f"reward {name!r}: there is no file {path}")
     try:
         module = load_module(str(Path(path).resolve()))
-    except Exception as error:  # it is the user's file: whatever it raises, say whose it was
+    except (Exception, SystemExit) as error:  # it is the user's file: whatever it raises, say whose it was
         raise ValueError(f"reward {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
     if not callable(vars(module).get(function_name)):
         raise ValueError(f"reward {name!r}: {path} defines no function {function_name}")
@@ -176,7 +176,10 @@ def score_images(
         where = f"reward {name} on samples {sample_indices[0]} to {sample_indices[-1]}"
         try:
             values = reward(images, prompts, metadata)
-        except Exception as error:  # whatever a user's function raises, the message must say whose it was
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's function raises, the message must say whose it was
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name} line {frame.lineno}"
             raise ValueError(f"{where} raised {type(error).__name__}: {error} ({place})") from error

@@ -4,6 +4,7 @@ A LoRA checkpoint is a folder checkpoints/epoch-NNNNN of adapter.safetensors, op
 (counters and schedule), written under a temporary name and renamed, so one that has its name is whole.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -25,12 +26,23 @@ HERE = Path(__file__).resolve().parent
 
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     """Write args.json with the git commit, and a copy of the scripts that run. Raises ValueError over another run."""
-    if (output_dir / "metrics.jsonl").exists() or (output_dir / "checkpoints").exists():
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        found = {path.name for path in output_dir.iterdir()} - {"args.json", "code", "STOP"}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be written: {error}; name another folder") from error
+    # A run that died while loading has left its embeddings, which are made again.
+    found = sorted(name for name in found if not name.startswith(("prompt_embeds-", "eval_prompt_embeds-")))
+    if found:
         raise ValueError(
-            f"--output_dir {output_dir} holds a run already: go on with --resume_from_checkpoint latest, name another "
-            "folder, or delete it"
+            f"--output_dir {output_dir} is not empty ({found[0]}): go on with --resume_from_checkpoint latest, name "
+            "another folder, or delete it"
         )
-    (output_dir / "code").mkdir(parents=True, exist_ok=True)
+    try:
+        (output_dir / "code").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be written: {error}; name another folder") from error
+    (output_dir / "STOP").unlink(missing_ok=True)
     for path in HERE.glob("*.py"):
         shutil.copy(path, output_dir / "code")
     git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -124,7 +136,15 @@ def run_script(main: Callable[[], None]) -> int:
         frame = traceback.extract_tb(error.__traceback__)[-1]  # a library's C++ code leaves our own line as the last
         if Path(frame.filename).parent != HERE or not frame.line.startswith("raise"):
             raise
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(
+            f"{Path(sys.argv[0]).name}: {error}: free or name another disk, then --resume_from_checkpoint latest",
+            file=sys.stderr,
+        )
         return 2
     return 0
 
@@ -177,6 +197,10 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
         folder = found[-1]
     else:
         folder = Path(resume_from_checkpoint)
+        if not folder.is_dir():
+            raise ValueError(
+                f"--resume_from_checkpoint {folder} does not exist: name a checkpoint's folder, or latest"
+            )
         if folder.resolve().parent.parent != output_dir.resolve():
             run = folder.resolve().parent.parent
             raise ValueError(f"--resume_from_checkpoint {folder} is another run's: resume with --output_dir {run}")
@@ -189,8 +213,15 @@ def read_state(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's state.json; raises ValueError where it belongs to another algorithm, model or kind of adapter."""
     try:
         state = json.loads((folder / "state.json").read_text())
+        state = state if isinstance(state, dict) else {}
     except ValueError as error:
         raise ValueError(f"{folder}/state.json is not json ({error}): resume from an older checkpoint") from error
+    numbers = {name: state.get(name) for name in ("epoch", "global_step", "metrics_bytes")}
+    wrong = [f"{n} {v}" for n, v in numbers.items() if not isinstance(v, int) or v < 0]
+    if wrong or not isinstance(state.get("lr_scheduler"), dict) or folder.name != f"epoch-{numbers['epoch']:05d}":
+        raise ValueError(
+            f"{folder}/state.json is damaged ({', '.join(wrong) or numbers}): resume from an older checkpoint"
+        )
     for name, value in expected.items():
         if state.get(name) != value:
             raise ValueError(

@@ -112,6 +112,15 @@ def clip_gradients(
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def check_finite(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise RuntimeError if an update made this rank's weights something else than numbers."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in (parameter.detach() for parameter in parameters)]
+    if not torch.stack([tensor.isfinite().all() for tensor in local]).all():
+        raise RuntimeError(
+            "weights are not finite after the update: lower --learning_rate; the last checkpoint is from before it"
+        )
+
+
 # ----- Whole tensors, for export and checkpoints -------------------------------------------------------------------
 
 

@@ -54,7 +54,12 @@ NEEDS_OLD_MEAN = ("grpo_guard",)  # losses that compare with the rollout's mean 
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
-CACHED_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
+FORWARD_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
+# What a cache must hold before a model is loaded, and what it may.
+CACHED_FIELDS = FLOWGRPO_FIELDS._replace(
+    per_step={name: window for name, window in FLOWGRPO_FIELDS.per_step.items() if name != "advantages"},
+    optional=FLOWGRPO_FIELDS.optional | {"old_log_probs"},
+)
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
@@ -179,6 +184,19 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     for name in ("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
+    for name, value in vars(args).items():
+        may_be_infinite = name in ("max_grad_norm", "clip_range", "adv_clip_max")
+        if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value > 0)):
+            raise ValueError(f"--{name} is {value}: give a finite number")
+    if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
+        values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
+        raise ValueError(
+            f"--adam_beta1, --adam_beta2, --adam_epsilon are {values}: give betas in [0, 1), epsilon above 0"
+        )
+    if args.adam_weight_decay < 0:
+        raise ValueError(f"--adam_weight_decay is {args.adam_weight_decay}: it must not be negative")
+    if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
+        raise ValueError(f"--reward_weights are {args.reward_weights}: give finite numbers that are not all 0")
     rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     if args.staging_prefetch and not args.enable_timestep_staging:
         raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
@@ -299,7 +317,7 @@ def forward_only(
     args: argparse.Namespace, predict: Callable[..., Tensor], batch: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """All outputs (B, W, ...) of one micro-batch, on the CPU: for old log-probs and reference means; never staged."""
-    with closing(iterate_timesteps(batch, CACHED_FIELDS, device, staged=False)) as steps:
+    with closing(iterate_timesteps(batch, FORWARD_FIELDS, device, staged=False)) as steps:
         outputs = [forward_timesteps(args, predict, step) for step in steps]
     return {name: torch.cat([output[name] for output in outputs], dim=1).cpu() for name in outputs[0]}
 
@@ -388,6 +406,7 @@ def train_batch(
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(args, accelerator, records, grad_norm)
         optimizer.step()
+        sharding.check_finite(trainable)
     finally:  # also after an error: the next update starts from clean gradients
         optimizer.zero_grad()
     return metrics, kept
@@ -474,7 +493,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         for first in range(0, num_samples, size):
             validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
     checkpoint = state = None
-    if args.resume_from_checkpoint:
+    if args.resume_from_checkpoint is not None:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
         state = run_folder.read_state(checkpoint, checkpoint_identity(args))
     return Inputs(
@@ -493,7 +512,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
 
 def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules")
+    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules", "learning_rate")
     return {"script": "train_flowgrpo.py"} | {name: getattr(args, name) for name in names}
 
 
@@ -550,6 +569,8 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
         f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
     )
+    if inputs.cache is not None:
+        accelerator.print(f"trajectories       of {args.trajectory_cache}: one epoch, its rewards, no evaluation")
     if args.clip_range > 1e-2:
         accelerator.print(
             f"warning: --clip_range {args.clip_range} clips nothing: log-probs are means over all latent elements, so "
@@ -860,7 +881,9 @@ def main(args: argparse.Namespace) -> None:
 
     if inputs.eval_prompts and inputs.state is None:
         log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))
-    progress = tqdm(range(first_epoch, num_epochs), desc="epochs", disable=not accelerator.is_local_main_process)
+    epochs, stopping = range(first_epoch, num_epochs), False
+    quiet = not accelerator.is_local_main_process
+    progress = tqdm(epochs, desc="epochs", initial=first_epoch, total=num_epochs, disable=quiet)
     for epoch in progress:
         # ----- 1. and 2. Rollout and rewards.
         started, metrics = time.perf_counter(), {}
@@ -920,7 +943,10 @@ def main(args: argparse.Namespace) -> None:
     else:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
     (output_dir / "STOP").unlink(missing_ok=True)
-    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
+    if stopping:
+        accelerator.print(f"stopped after {epoch + 1} of {num_epochs} epochs: --resume_from_checkpoint latest goes on")
+    grids = " and grids" if inputs.eval_prompts else ""
+    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl{grids} are in {output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

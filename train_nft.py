@@ -204,6 +204,19 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     for name in ("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
+    for name, value in vars(args).items():
+        may_be_infinite = name in ("max_grad_norm", "clip_range", "adv_clip_max")
+        if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value > 0)):
+            raise ValueError(f"--{name} is {value}: give a finite number")
+    if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
+        values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
+        raise ValueError(
+            f"--adam_beta1, --adam_beta2, --adam_epsilon are {values}: give betas in [0, 1), epsilon above 0"
+        )
+    if args.adam_weight_decay < 0:
+        raise ValueError(f"--adam_weight_decay is {args.adam_weight_decay}: it must not be negative")
+    if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
+        raise ValueError(f"--reward_weights are {args.reward_weights}: give finite numbers that are not all 0")
     rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     if args.staging_prefetch and not args.enable_timestep_staging:
         raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
@@ -506,6 +519,7 @@ def train_batch(
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(accelerator, records, grad_norm)
         optimizer.step()
+        sharding.check_finite(trainable)
     finally:  # also after an error: the next update starts from clean gradients
         optimizer.zero_grad()
     return metrics, kept
@@ -573,7 +587,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         for first in range(0, num_samples, size):
             validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
     checkpoint = state = None
-    if args.resume_from_checkpoint:
+    if args.resume_from_checkpoint is not None:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
         state = run_folder.read_state(checkpoint, checkpoint_identity(args))
     return Inputs(
@@ -592,7 +606,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
 
 def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules")
+    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules", "learning_rate")
     return {"script": "train_nft.py"} | {name: getattr(args, name) for name in names}
 
 
@@ -640,6 +654,8 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
         f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
     )
+    if inputs.cache is not None:
+        accelerator.print(f"trajectories       of {args.trajectory_cache}: one epoch, its rewards, no evaluation")
 
 
 # ----- The policy and the phases of an epoch -----------------------------------------------------------------------
@@ -958,7 +974,9 @@ def main(args: argparse.Namespace) -> None:
 
     if inputs.eval_prompts and inputs.state is None:
         log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))
-    progress = tqdm(range(first_epoch, num_epochs), desc="epochs", disable=not accelerator.is_local_main_process)
+    epochs, stopping = range(first_epoch, num_epochs), False
+    quiet = not accelerator.is_local_main_process
+    progress = tqdm(epochs, desc="epochs", initial=first_epoch, total=num_epochs, disable=quiet)
     for epoch in progress:
         # ----- 1. and 2. Rollout and rewards.
         started, metrics = time.perf_counter(), {}
@@ -1042,7 +1060,10 @@ def main(args: argparse.Namespace) -> None:
     else:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
     (output_dir / "STOP").unlink(missing_ok=True)
-    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl and grids are in {output_dir}")
+    if stopping:
+        accelerator.print(f"stopped after {epoch + 1} of {num_epochs} epochs: --resume_from_checkpoint latest goes on")
+    grids = " and grids" if inputs.eval_prompts else ""
+    accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl{grids} are in {output_dir}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -154,6 +154,11 @@ def open_cache(
         concatenate_datasets(tables[name]).with_format("arrow") for name in ("trajectories", "prompts")
     )
     values = concatenate_datasets(tables["values"]) if len(tables["values"]) == len(facts) else None
+    for table, column in ((trajectories, "sample_index"), (trajectories, "prompt_id"), (prompts, "prompt_id")):
+        if column not in table.column_names:
+            raise ValueError(
+                f"{folder} has a table without a column {column}: see the docstring of trajectory_cache.py"
+            )
     sample_indices, prompt_ids = (trajectories.data.column(name).to_pylist() for name in ("sample_index", "prompt_id"))
     prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts.data.column("prompt_id").to_pylist())}
     columns = trajectories.column_names

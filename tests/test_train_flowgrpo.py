@@ -130,21 +130,10 @@ def test_missing_old_log_probs_are_recomputed(tmp_path, tiny_pipeline_folder):
     online = run(tmp_path / "online", tiny_pipeline_folder, "--num_train_epochs", "1")
     cache = tmp_path / "cache"
     source = online / "trajectories/epoch-00000"
-    rewrite_without(source, cache, "old_log_probs")
+    rewrite_rows(source, cache, lambda row: {name: row[name] for name in row if name != "old_log_probs"})
     assert "old_log_probs" not in open_cache(cache).fields
     cached = run(tmp_path / "cached", tiny_pipeline_folder, "--trajectory_cache", str(cache))
     assert adapter_bytes(cached) == adapter_bytes(online)
-
-
-def rewrite_without(source: Path, target: Path, field: str) -> None:
-    """Copy a one-shard cache, leaving one field out."""
-    shutil.copytree(source, target)
-    opened = open_cache(source)
-    with table_writer(target / "trajectories-00000.arrow") as write:
-        for row, (sample, prompt) in enumerate(zip(opened.sample_indices, opened.prompt_ids, strict=True)):
-            tensors = {k: v for k, v in read_tensors(opened.trajectories, row).items() if k != field}
-            write({"sample_index": sample, "prompt_id": prompt, **tensors})
-    write_manifest(target, 0, {k: v for k, v in opened.facts.items() if k not in ("files", "schema_version", "shard")})
 
 
 def test_kl_to_the_base_model(tmp_path, tiny_pipeline_folder, monkeypatch):
@@ -396,3 +385,73 @@ def test_numbers_that_are_not_finite_stop_the_run(tmp_path, tiny_pipeline_folder
     options = {"learning_rate": 1e20, "max_grad_norm": 1e20, "num_train_epochs": 5}
     assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, **options)) == 2
     assert "the update is not applied" in capsys.readouterr().err
+
+
+BAD_NUMBERS = {
+    "nan": ({"noise_level": "nan"}, "--noise_level is nan"),
+    "infinite rate": ({"learning_rate": "inf"}, "--learning_rate is inf"),
+    "beta": ({"adam_beta1": 1}, "--adam_beta1"),
+    "weights": ({"reward_weights": 0}, "--reward_weights are [0.0]"),
+    "twice": ({"reward_funcs": ("jpeg_compressibility", "jpeg_compressibility")}, "names a reward twice"),
+    "prefetch": ({"staging_prefetch": 1}, "--enable_timestep_staging"),
+    "cfg": ({"true_cfg_scale": 0.5}, "--true_cfg_scale 0.5"),
+    "empty resume": ({"resume_from_checkpoint": "nowhere"}, "does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NUMBERS)
+def test_numbers_that_cannot_be_meant_are_refused(tmp_path, tiny_pipeline_folder, monkeypatch, capsys, name):
+    values, expected = BAD_NUMBERS[name]
+    monkeypatch.setattr(rollout, "load_models", None)
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, **values)) == 2
+    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def rewrite_rows(source: Path, target: Path, change) -> None:
+    """Copy a one-shard cache with `change` applied to each row's tensors."""
+    shutil.copytree(source, target)
+    opened = open_cache(source)
+    with table_writer(target / "trajectories-00000.arrow") as write:
+        for row, (sample, prompt) in enumerate(zip(opened.sample_indices, opened.prompt_ids, strict=True)):
+            write({"sample_index": sample, "prompt_id": prompt, **change(read_tensors(opened.trajectories, row))})
+    write_manifest(target, 0, {k: v for k, v in opened.facts.items() if k not in ("files", "schema_version", "shard")})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("all_timesteps", lambda t: t.bfloat16(), "float32"),
+        ("all_timesteps", lambda t: t / 1000, "all_timesteps are 1000 x sigmas"),
+        ("sigmas", lambda s: s.flip(0), "the schedule has"),
+        ("sigma_max", lambda s: s * 0.5, "second of the schedule"),
+        ("all_latents", lambda x: x[:, :9], "(9, 64)"),
+        ("old_log_probs", lambda p: p[:1], "old_log_probs"),
+    ],
+)
+def test_a_cache_with_wrong_rows_is_refused_by_name(
+    tmp_path, finished, tiny_pipeline_folder, monkeypatch, capsys, name, change, expected
+):
+    monkeypatch.setattr(rollout, "load_models", None)
+    cache = tmp_path / "cache"
+    rewrite_rows(finished / "trajectories/epoch-00000", cache, lambda row: row | {name: change(row[name])})
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, trajectory_cache=cache)) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert name in error
+    assert expected in error
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path, tiny_pipeline_folder, capsys):
+    options = {"learning_rate": 1e30, "num_train_epochs": 1, "num_updates_per_epoch": 1, "adam_weight_decay": 1e30}
+    assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, **options)) == 2
+    assert "weights are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "run/pytorch_lora_weights.safetensors").exists()
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_folder_with_other_files_is_not_written_into(tmp_path, tiny_pipeline_folder, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_pipeline_folder, model)
+    before = (model / "transformer/diffusion_pytorch_model.safetensors").read_bytes()
+    assert run_folder.run_script(lambda: run(model, model, "--no-use_lora")) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert (model / "transformer/diffusion_pytorch_model.safetensors").read_bytes() == before
