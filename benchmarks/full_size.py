@@ -169,7 +169,11 @@ def main() -> None:
         )
         accelerator.print("  ".join(shown))
     if options.output and accelerator.is_main_process:
-        facts = {"options": vars(options), "device": torch.cuda.get_device_name(), "rows": rows}
+        facts = {
+            "options": {k: v for k, v in vars(options).items() if k != "output"},
+            "device": torch.cuda.get_device_name(),
+            "rows": rows,
+        }
         Path(options.output).write_text(json.dumps(facts, indent=1) + "\n")
     accelerator.end_training()
 
