@@ -439,17 +439,9 @@ def check_cache(
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ValueError(f"the trajectory cache's reward of sample {sample} is {reward}: write finite numbers")
     shape = ((expected["height"] // PIXELS_PER_TOKEN) * (expected["width"] // PIXELS_PER_TOKEN), 64)
+    sigmas = torch.tensor(expected["sigmas"])
     for row in range(len(samples)):
-        tensors = read_tensors(cache.trajectories, row)
-        for name in cache.fields & {"all_latents", "latents_clean", "old_prev_sample_mean"}:
-            found = tuple(tensors[name].shape[-2:])
-            if found != shape or tensors[name].dtype != torch.float32:
-                raise ValueError(
-                    f"the trajectory cache's {name} of row {row} ends in {found} {tensors[name].dtype}: this run "
-                    f"needs {shape} torch.float32"
-                )
-    if "sigmas" in cache.fields:
-        check_schedules(cache, torch.tensor(expected["sigmas"]))
+        check_trajectory(read_tensors(cache.trajectories, row), row, shape=shape, sigmas=sigmas)
     unknown = sorted(set(cache.prompt_ids) - set(cache.prompt_rows))
     if expected["true_cfg_scale"] > 1 and NEGATIVE_PROMPT_ID not in cache.prompt_rows:
         unknown.append(NEGATIVE_PROMPT_ID)
@@ -460,24 +452,31 @@ def check_cache(
         )
 
 
-def check_schedules(cache: TrajectoryCache, sigmas: Tensor) -> None:
-    """Refuse rows whose steps are not consecutive ones of the run's schedule sigmas (N+1,). Raises ValueError."""
-    for row in range(len(cache.sample_indices)):
-        tensors = read_tensors(cache.trajectories, row)
-        for name in ("sigmas", "sigma_max", "all_timesteps"):
-            if name not in tensors or tensors[name].dtype != torch.float32:
-                found = tensors[name].dtype if name in tensors else "nothing"
-                raise ValueError(f"the trajectory cache's {name} of row {row} must be float32, it holds {found}")
-        row_sigmas = tensors["sigmas"]
-        start = int((sigmas - row_sigmas[0]).abs().argmin())
-        steps = sigmas[start : start + len(row_sigmas)]
-        expected = {"sigmas": steps, "sigma_max": sigmas[1], "all_timesteps": 1000 * steps[:-1]}
-        for name, values in expected.items():
-            if tensors[name].shape != values.shape or not torch.allclose(tensors[name], values, rtol=1e-5, atol=1e-6):
-                raise ValueError(
-                    f"the trajectory cache's {name} of row {row} are {tensors[name].tolist()}, the schedule has "
-                    f"{values.tolist()}: all_timesteps are 1000 x sigmas[:-1], sigma_max is the second of the schedule"
-                )
+def check_trajectory(tensors: Mapping[str, Tensor], row: int, *, shape: tuple[int, int], sigmas: Tensor) -> None:
+    """Refuse a row of a cache whose latents are not (..., *shape) fp32, or whose steps are not consecutive ones of the
+    run's schedule sigmas (N+1,). Raises ValueError naming the field."""
+    for name in tensors.keys() & {"all_latents", "latents_clean", "old_prev_sample_mean"}:
+        found = tuple(tensors[name].shape[-2:])
+        if found != shape or tensors[name].dtype != torch.float32:
+            raise ValueError(
+                f"the trajectory cache's {name} of row {row} ends in {found} {tensors[name].dtype}: this run "
+                f"needs {shape} torch.float32"
+            )
+    if "sigmas" not in tensors:  # DiffusionNFT's trajectories are clean latents alone
+        return
+    for name in ("sigmas", "sigma_max", "all_timesteps"):
+        if name not in tensors or tensors[name].dtype != torch.float32:
+            found = tensors[name].dtype if name in tensors else "nothing"
+            raise ValueError(f"the trajectory cache's {name} of row {row} must be float32, it holds {found}")
+    start = int((sigmas - tensors["sigmas"][0]).abs().argmin())
+    steps = sigmas[start : start + len(tensors["sigmas"])]
+    expected = {"sigmas": steps, "sigma_max": sigmas[1], "all_timesteps": 1000 * steps[:-1]}
+    for name, values in expected.items():
+        if tensors[name].shape != values.shape or not torch.allclose(tensors[name], values, rtol=1e-5, atol=1e-6):
+            raise ValueError(
+                f"the trajectory cache's {name} of row {row} are {tensors[name].tolist()}, the schedule has "
+                f"{values.tolist()}: all_timesteps are 1000 x sigmas[:-1], sigma_max is the second of the schedule"
+            )
 
 
 def cached_rewards(cache: TrajectoryCache) -> tuple[Tensor, Tensor]:
