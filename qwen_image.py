@@ -249,6 +249,23 @@ def add_lora(
     for name, parameter in transformer.named_parameters():
         if f".{adapter_name}." in name:
             parameter.data = parameter.data.to(dtype)
+    for layer in lora_layers(transformer):
+        layer.forward = partial(lora_forward, layer)
+
+
+def lora_forward(layer: BaseTunerLayer, inputs: Tensor) -> Tensor:
+    """A linear layer and its active adapter, whose fp32 weights compute in the inputs' dtype: no autocast needed.
+
+    Equal to peft's forward up to rounding, in one kernel less, and without the adapter's output (..., out) beside the
+    layer's: base + scaling (inputs A') B' is one multiply-add.
+    """
+    outputs = layer.base_layer(inputs)
+    if layer._disable_adapters:
+        return outputs
+    name = layer._active_adapter[0]
+    down, up = (weights[name].weight.to(inputs.dtype) for weights in (layer.lora_A, layer.lora_B))
+    narrow = nn.functional.linear(inputs, down).flatten(0, -2)  # (tokens, rank)
+    return torch.addmm(outputs.flatten(0, -2), narrow, up.T, alpha=layer.scaling[name]).view_as(outputs)
 
 
 def train_all_used(transformer: QwenImageTransformer2DModel) -> None:

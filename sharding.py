@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType
+from accelerate.utils import AutocastKwargs, DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
@@ -24,19 +24,30 @@ from qwen_image import adapter_state_dict
 
 
 def make_accelerator(
-    *, report_to: str = "none", logging_dir: str | Path | None = None, checkpoints_blocks: bool = False
+    *,
+    report_to: str = "none",
+    logging_dir: str | Path | None = None,
+    checkpoints_blocks: bool = False,
+    autocast: bool = False,
 ) -> Accelerator:
     """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key.
 
-    checkpoints_blocks: whether the model recomputes its blocks itself. Raises ValueError for what is not supported.
+    checkpoints_blocks: whether the model recomputes its blocks itself. autocast: for fp32 weights that neither FSDP
+    casts; everything else computes in its inputs' dtype, since autocast runs norms and all that follows them in fp32,
+    at twice the memory. Raises ValueError for what is not supported.
     """
-    plugin = None
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and os.environ.get("FSDP_VERSION") == "2":
+    plugin, is_fsdp = None, os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    if is_fsdp and os.environ.get("FSDP_VERSION") == "2":
         param_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     tracker = None if report_to == "none" else report_to
-    accelerator = Accelerator(fsdp_plugin=plugin, log_with=tracker, project_dir=logging_dir and str(logging_dir))
+    accelerator = Accelerator(
+        fsdp_plugin=plugin,
+        log_with=tracker,
+        project_dir=logging_dir and str(logging_dir),
+        kwargs_handlers=[AutocastKwargs(enabled=autocast and not is_fsdp)],
+    )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
     if accelerator.device.type not in ("cpu", "cuda"):

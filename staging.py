@@ -224,6 +224,11 @@ def iterate_timesteps(
             step.clear()
 
 
+def join_timesteps(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What the steps of one micro-batch gave, each (B, K, ...), as (B, T, ...)."""
+    return {name: torch.cat([step[name] for step in steps], dim=1) for name in steps[0]}
+
+
 def gather(field: Field, device: torch.device, start: int = 0, stop: int | None = None) -> Tensor:
     """Copy entries start:stop along time (all of them by default) of every sample to the device; never an alias."""
     if isinstance(field, list):

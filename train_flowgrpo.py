@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +45,15 @@ from prompts import batch_samples, check_batch_arithmetic, epoch_samples, fill_b
 from prompts import update_plan as plan_updates
 from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, SDE_TYPES, get_sigmas, predict_velocity, sde_step_with_logprob
 from rewards import group_advantages, has_signal, reward_metrics
-from staging import CONDITIONS, FLOWGRPO_FIELDS, check_supported, iterate_timesteps, step_input_bytes, validate_batch
+from staging import (
+    CONDITIONS,
+    FLOWGRPO_FIELDS,
+    check_supported,
+    iterate_timesteps,
+    join_timesteps,
+    step_input_bytes,
+    validate_batch,
+)
 from trajectory_cache import TrajectoryCache, open_cache, write_manifest
 
 HERE = Path(__file__).resolve().parent
@@ -319,7 +327,7 @@ def forward_only(
     """All outputs (B, W, ...) of one micro-batch, on the CPU: for old log-probs and reference means; never staged."""
     with closing(iterate_timesteps(batch, FORWARD_FIELDS, device, staged=False)) as steps:
         outputs = [forward_timesteps(args, predict, step) for step in steps]
-    return {name: torch.cat([output[name] for output in outputs], dim=1).cpu() for name in outputs[0]}
+    return {name: tensor.cpu() for name, tensor in join_timesteps(outputs).items()}
 
 
 def train_timesteps(
@@ -354,11 +362,10 @@ def train_timesteps(
     if args.kl_beta:
         records["kl_loss"] = kl_to_reference(outputs["prev_sample_mean"], reference_mean, outputs["std_dev_t"])
         loss = loss + args.kl_beta * records["kl_loss"].mean()
+    kept = {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {}
+    del outputs, reference_mean  # what the backward needs it has
     accelerator.backward(loss * weight)
-    return (
-        {name: tensor.detach() for name, tensor in records.items()},
-        {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {},
-    )
+    return {name: tensor.detach() for name, tensor in records.items()}, kept
 
 
 def train_batch(
@@ -378,10 +385,12 @@ def train_batch(
     Returns metrics over all ranks and, with --return_model_output, each micro-batch's outputs (B, W, ...).
     """
     lengths = [validate_batch(batch, FLOWGRPO_FIELDS) for batch in micro_batches]  # all, before the first forward
-    records, kept = [], []
+    records, kept, unsynchronised = [], [], ExitStack()
     try:
+        if args.use_lora:  # full weights: their unsharded gradients would not fit, so every backward reduces them
+            unsynchronised.enter_context(accelerator.no_sync(transformer))
         for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
-            results = []
+            results, done = [], 0
             steps = iterate_timesteps(
                 batch,
                 FLOWGRPO_FIELDS,
@@ -391,25 +400,24 @@ def train_batch(
                 prefetch=args.staging_prefetch,
             )
             with closing(steps):
-                done = 0
                 for step in steps:
                     num_timesteps = step["all_timesteps"].shape[1]
                     done += num_timesteps
-                    last = number == len(micro_batches) - 1 and done == length
+                    if number == len(micro_batches) - 1 and done == length:
+                        unsynchronised.close()
                     weight = num_timesteps / (len(micro_batches) * length)
-                    with nullcontext() if last else accelerator.no_sync(transformer):
-                        results.append(train_timesteps(args, accelerator, predict, predict_reference, step, weight))
-            records += [record for record, _ in results]
-            if args.return_model_output:
-                kept.append({name: torch.cat([out[name] for _, out in results], dim=1) for name in results[0][1]})
+                    results.append(train_timesteps(args, accelerator, predict, predict_reference, step, weight))
+            records.append(join_timesteps([record for record, _ in results]))
+            kept.append(join_timesteps([outputs for _, outputs in results]))
             results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(args, accelerator, records, grad_norm)
         optimizer.step()
         sharding.check_finite(trainable)
     finally:  # also after an error: the next update starts from clean gradients
+        unsynchronised.close()
         optimizer.zero_grad()
-    return metrics, kept
+    return metrics, kept if args.return_model_output else []
 
 
 def update_metrics(
@@ -811,7 +819,10 @@ def main(args: argparse.Namespace) -> None:
     output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = check_run(args, world_size)
     accelerator = sharding.make_accelerator(
-        report_to=args.report_to, logging_dir=output_dir / "logs", checkpoints_blocks=args.gradient_checkpointing
+        report_to=args.report_to,
+        logging_dir=output_dir / "logs",
+        checkpoints_blocks=args.gradient_checkpointing,
+        autocast=not args.use_lora,
     )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:

@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +54,7 @@ from staging import (
     StepFields,
     check_supported,
     iterate_timesteps,
+    join_timesteps,
     nft_fields,
     step_input_bytes,
     validate_batch,
@@ -318,7 +319,7 @@ def nft_loss(
     def weighted_error(velocity: Tensor) -> Tensor:
         error = xt - t * velocity - x0
         with torch.no_grad():
-            weight = error.double().abs().mean(dim=(1, 2)).clamp_min(1e-5)
+            weight = error.abs().mean(dim=(1, 2), dtype=torch.float64).clamp_min(1e-5)
         return (error**2).mean(dim=(1, 2)) / weight
 
     losses = reward_prob * weighted_error(positive) + (1 - reward_prob) * weighted_error(negative)
@@ -410,7 +411,7 @@ def forward_only(
             output = forward_timesteps(predictors, step, old_is_current=False, with_reference=args.ref_kl_coef > 0)
             outputs.append({name: tensor.cpu() for name, tensor in output.items()})
             done += 1
-    return {name: torch.cat([output[name] for output in outputs], dim=1) for name in outputs[0]}
+    return join_timesteps(outputs)
 
 
 def add_noise(step: dict[str, Tensor], batch: Mapping[str, Any], first: int) -> None:
@@ -445,6 +446,7 @@ def train_timesteps(
     with_reference = args.ref_kl_coef > 0
     outputs = forward_timesteps(predictors, step, old_is_current=old_is_current, with_reference=with_reference)
     flat = {name: tensor.flatten(0, 1) for name, tensor in outputs.items()}
+    kept = {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {}
     prediction, old = flat["forward_prediction"], flat["old_prediction"]
     losses = nft_loss(
         prediction,
@@ -461,13 +463,11 @@ def train_timesteps(
     if with_reference:
         records["kl_loss"] = ((prediction - flat["ref_forward_prediction"]) ** 2).mean(dim=(1, 2))
         loss = loss + args.ref_kl_coef * records["kl_loss"].mean()
+    records["old_deviate"] = ((prediction.detach() - old) ** 2).mean(dim=(1, 2))
+    del outputs, flat, prediction, old  # what the backward needs it has
     accelerator.backward(loss * weight)
-    with torch.no_grad():
-        records["old_deviate"] = ((prediction - old) ** 2).mean(dim=(1, 2))
-    return (
-        {name: tensor.detach() for name, tensor in records.items()},
-        {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {},
-    )
+    num_timesteps = step["train_timesteps"].shape[1]
+    return {name: tensor.detach().view(-1, num_timesteps) for name, tensor in records.items()}, kept
 
 
 def train_batch(
@@ -488,10 +488,12 @@ def train_batch(
     outputs (B, T, ...).
     """
     lengths = [validate_batch(batch, nft_fields(batch)) for batch in micro_batches]  # all, before the first forward
-    records, kept = [], []
+    records, kept, unsynchronised = [], [], ExitStack()
     try:
+        if args.use_lora:  # full weights: their unsharded gradients would not fit, so every backward reduces them
+            unsynchronised.enter_context(accelerator.no_sync(transformer))
         for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
-            results = []
+            results, done = [], 0
             steps = iterate_timesteps(
                 batch,
                 nft_fields(batch),
@@ -501,35 +503,34 @@ def train_batch(
                 prefetch=args.staging_prefetch,
             )
             with closing(steps):
-                done = 0
                 for step in steps:
                     num_timesteps = step["train_timesteps"].shape[1]
                     add_noise(step, batch, done)
                     done += num_timesteps
-                    last = number == len(micro_batches) - 1 and done == length
+                    if number == len(micro_batches) - 1 and done == length:
+                        unsynchronised.close()
                     weight = num_timesteps / (len(micro_batches) * length)
-                    with nullcontext() if last else accelerator.no_sync(transformer):
-                        results.append(
-                            train_timesteps(args, accelerator, predictors, step, weight, old_is_current=old_is_current)
-                        )
-            records += [record for record, _ in results]
-            if args.return_model_output:
-                kept.append({name: torch.cat([out[name] for _, out in results], dim=1) for name in results[0][1]})
+                    results.append(
+                        train_timesteps(args, accelerator, predictors, step, weight, old_is_current=old_is_current)
+                    )
+            records.append(join_timesteps([record for record, _ in results]))
+            kept.append(join_timesteps([outputs for _, outputs in results]))
             results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
         metrics = update_metrics(accelerator, records, grad_norm)
         optimizer.step()
         sharding.check_finite(trainable)
     finally:  # also after an error: the next update starts from clean gradients
+        unsynchronised.close()
         optimizer.zero_grad()
-    return metrics, kept
+    return metrics, kept if args.return_model_output else []
 
 
 def update_metrics(
     accelerator: Accelerator, records: Sequence[Mapping[str, Tensor]], grad_norm: Tensor
 ) -> dict[str, float]:
     """Means over all samples, timesteps and ranks; the one place of an update where the host waits for the device."""
-    means = [torch.cat([record[name] for record in records]).double().mean() for name in records[0]]
+    means = [torch.cat([record[name].flatten() for record in records]).double().mean() for name in records[0]]
     values = accelerator.reduce(torch.stack(means), "mean").tolist()
     metrics = dict(zip(records[0], values, strict=True)) | {"grad_norm": grad_norm.item()}
     for name, value in metrics.items():
@@ -902,7 +903,10 @@ def main(args: argparse.Namespace) -> None:
     output_dir, world_size = Path(args.output_dir), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = check_run(args, world_size)
     accelerator = sharding.make_accelerator(
-        report_to=args.report_to, logging_dir=output_dir / "logs", checkpoints_blocks=args.gradient_checkpointing
+        report_to=args.report_to,
+        logging_dir=output_dir / "logs",
+        checkpoints_blocks=args.gradient_checkpointing,
+        autocast=not args.use_lora,
     )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:
