@@ -66,6 +66,7 @@ from trajectory_cache import (
 # The streams of random numbers that one sample draws from; each is a function of (seed, epoch, sample, stream).
 INITIAL_NOISE, STEP_NOISE = 0, 1
 SOLVERS = ("euler", "unipc")
+WINDOW_SCHEDULES = ("random", "progressive")
 EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
 
 
@@ -83,9 +84,16 @@ def check_sampling(resolution: int, num_inference_steps: int, true_cfg_scale: fl
 
 
 def check_sde_window(
-    window_size: int, window_range: Sequence[int], num_inference_steps: int, noise_level: float
+    window_size: int,
+    window_range: Sequence[int],
+    num_inference_steps: int,
+    noise_level: float,
+    *,
+    schedule: str,
+    epochs_per_window: int,
+    stride: int,
 ) -> None:
-    """Raise ValueError for a window that does not fit, or noise that gives no log-prob."""
+    """Raise ValueError for a window that does not fit or move, or noise that gives no log-prob."""
     first, stop = window_range
     if noise_level <= 0:
         raise ValueError(f"--noise_level {noise_level}: without noise a step has no log-prob to train on")
@@ -100,16 +108,39 @@ def check_sde_window(
             f"--sde_window_range {first} {stop} reaches the last of {num_inference_steps} steps, which cannot be "
             f"trained: end it at {num_inference_steps - 1}"
         )
+    for name, value in (("epochs", epochs_per_window), ("stride", stride)):
+        if value <= 0:
+            raise ValueError(f"--sde_window_{name} is {value}: it must be above 0")
+    if schedule == "progressive" and not window_size:
+        raise ValueError(
+            "--sde_window_schedule progressive with --sde_window_size 0, which is all steps: give a size above 0"
+        )
 
 
 def draw_sde_window(
-    window_size: int, window_range: Sequence[int], num_inference_steps: int, *, seed: int, epoch: int
+    window_size: int,
+    window_range: Sequence[int],
+    num_inference_steps: int,
+    *,
+    seed: int,
+    epoch: int,
+    schedule: str = "random",
+    epochs_per_window: int = 25,
+    stride: int = 1,
 ) -> tuple[int, int]:
-    """The trained steps [start, stop) of an epoch, drawn from the seed within [range[0], range[1]); size 0 means all
-    steps but the last, which has sigma 0 at its end and is never trained."""
+    """The trained steps [start, stop) of an epoch within [range[0], range[1]); size 0 means all steps but the last,
+    which has sigma 0 at its end and is never trained.
+
+    "random" draws the start from the seed; "progressive" begins at the range's first step, moves on by `stride` every
+    `epochs_per_window` epochs and stays at the range's end (MixGRPO, arXiv 2507.21802, algorithm 1).
+    """
     if window_size == 0:
         return 0, num_inference_steps - 1
-    start = int(np.random.default_rng((seed, 2, epoch)).integers(window_range[0], window_range[1] - window_size + 1))
+    first, last = window_range[0], window_range[1] - window_size
+    if schedule == "progressive":
+        start = min(first + epoch // epochs_per_window * stride, last)
+    else:
+        start = int(np.random.default_rng((seed, 2, epoch)).integers(first, last + 1))
     return start, start + window_size
 
 
@@ -559,7 +590,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sde_type", choices=SDE_TYPES, default="sde", help="how noise enters: Flow-SDE, CPS or DanceGRPO's")
     add("--noise_level", type=float, default=1.2, help="eta, the strength of the injected noise")
     add("--sde_window_size", type=int, default=2, help="steps with noise, the trained ones; 0: all but the last")
-    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window is drawn within [a, b)")
+    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window lies within [a, b)")
+    add("--sde_window_schedule", choices=WINDOW_SCHEDULES, default="random", help="drawn anew, or moving on")
+    add("--sde_window_epochs", type=int, default=25, help="progressive: epochs until the window moves on")
+    add("--sde_window_stride", type=int, default=1, help="progressive: steps that it moves, up to the range's end")
     add("--train_batch_size", type=int, default=4, help="samples of one forward per device, in rollout and update")
     add("--epoch", type=int, default=0, help="which epoch of a training run to sample: its prompts, noise and window")
     add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
@@ -568,7 +602,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--reward_funcs", nargs="+", required=True, help="names in rewards.py or module.py:function")
     add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
-    add("--keep_prev_sample_mean", action="store_true", help="keep what --policy_loss grpo_guard compares with")
+    add("--keep_prev_sample_mean", action="store_true", help="keep what grpo_guard and flow_dppo compare with")
     add("--output_dir", required=True, help="the cache's folder; it must not exist")
     return parser.parse_args(argv)
 
@@ -578,7 +612,10 @@ def main(args: argparse.Namespace) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_supported(os.environ)
     check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
-    check_sde_window(args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level)
+    check_sde_window(
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level,
+        schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
+    )  # fmt: skip
     batches_per_update = check_batch_arithmetic(
         num_prompts=args.num_prompts_per_epoch,
         images_per_prompt=args.num_images_per_prompt,
@@ -610,8 +647,9 @@ def main(args: argparse.Namespace) -> None:
     sizes = len(prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
     prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=args.epoch)
     window = draw_sde_window(
-        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=args.epoch
-    )
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=args.epoch,
+        schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
+    )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         transformer, sampling = load_models(

@@ -57,8 +57,8 @@ from staging import (
 from trajectory_cache import TrajectoryCache, open_cache, write_manifest
 
 HERE = Path(__file__).resolve().parent
-POLICY_LOSSES = ("clip", "grpo_guard")
-NEEDS_OLD_MEAN = ("grpo_guard",)  # losses that compare with the rollout's mean of x_{t+1}
+POLICY_LOSSES = ("clip", "grpo_guard", "flow_dppo")
+NEEDS_OLD_MEAN = ("grpo_guard", "flow_dppo")  # losses that compare with the rollout's mean of x_{t+1}
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
@@ -124,7 +124,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sde_type", choices=SDE_TYPES, default="sde", help="how noise enters: Flow-SDE, CPS or DanceGRPO's")
     add("--noise_level", type=float, default=1.2, help="eta, the strength of the injected noise")
     add("--sde_window_size", type=int, default=2, help="steps with noise, the trained ones; 0: all but the last")
-    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window is drawn within [a, b)")
+    add("--sde_window_range", type=int, nargs=2, default=(0, 5), help="the window lies within [a, b)")
+    add("--sde_window_schedule", choices=rollout.WINDOW_SCHEDULES, default="random", help="drawn anew, or moving on")
+    add("--sde_window_epochs", type=int, default=25, help="progressive: epochs until the window moves on")
+    add("--sde_window_stride", type=int, default=1, help="progressive: steps that it moves, up to the range's end")
 
     add = parser.add_argument_group("reward").add_argument
     add("--reward_funcs", nargs="+", help="names in rewards.py or module.py:function")
@@ -133,9 +136,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
 
     add = parser.add_argument_group("algorithm").add_argument
-    add("--policy_loss", choices=POLICY_LOSSES, default="clip", help="PPO's clip, or GRPO-Guard's normalised ratio")
+    add("--policy_loss", choices=POLICY_LOSSES, default="clip", help="PPO's clip, GRPO-Guard or Flow-DPPO")
     add("--kl_beta", type=float, default=0.0, help="weight of the KL to the base model; 0 runs no reference forward")
     add("--clip_range", type=float, default=1e-4, help="ratios are clipped to 1 +- this; log-probs are means, so tiny")
+    add("--dppo_kl_threshold", type=float, default=1e-5, help="flow_dppo: KL of a step beyond which a term may drop")
     add("--adv_clip_max", type=float, default=5.0, help="advantages are clipped to +- this")
     add("--num_updates_per_epoch", type=int, default=2, help="optimizer steps of one pass over a rollout")
     add("--num_inner_epochs", type=int, default=1, help="passes over a rollout")
@@ -235,9 +239,13 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
 
 def check_args(args: argparse.Namespace) -> None:
     """Refuse what FlowGRPO's own options show to be wrong."""
-    if args.clip_range <= 0:
-        raise ValueError(f"--clip_range is {args.clip_range}: it must be above 0")
-    rollout.check_sde_window(args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level)
+    for name in ("clip_range", "dppo_kl_threshold"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
+    rollout.check_sde_window(
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level,
+        schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
+    )  # fmt: skip
     if args.kl_beta < 0:
         raise ValueError(f"--kl_beta is {args.kl_beta}: it must not be negative")
     if args.kl_beta and not args.use_lora:
@@ -285,6 +293,30 @@ def guard_loss(
         log_ratio, torch.zeros_like(log_ratio), advantages, clip_range=clip_range, adv_clip_max=adv_clip_max
     )
     return losses / sqrt_dt**2, ratio
+
+
+def dppo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    prev_sample_mean: Tensor,
+    old_prev_sample_mean: Tensor,
+    noise_std: Tensor,
+    *,
+    kl_threshold: float,
+    adv_clip_max: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flow-DPPO (arXiv 2606.11025): no clip; a term drops where the step's KL to the rollout policy has reached the
+    threshold and its gradient would move the policy further away.
+
+    All (B, K) but the means, (B, K, L, C); the KL is a mean over L and C. Returns losses, ratios and which drop.
+    """
+    advantages = advantages.clamp(-adv_clip_max, adv_clip_max)
+    ratio = torch.exp(log_probs - old_log_probs)
+    kl = ((prev_sample_mean - old_prev_sample_mean) ** 2).mean(dim=(-2, -1)) / (2 * noise_std**2)
+    outwards = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
+    dropped = outwards & (kl >= kl_threshold)
+    return torch.where(dropped, 0.0, -advantages * ratio), ratio, dropped
 
 
 def kl_to_reference(prev_sample_mean: Tensor, ref_prev_sample_mean: Tensor, std_dev_t: Tensor) -> Tensor:
@@ -349,16 +381,23 @@ def train_timesteps(
     outputs = forward_timesteps(args, predict, step)
     limits = {"clip_range": args.clip_range, "adv_clip_max": args.adv_clip_max}
     log_probs, old_log_probs, advantages = outputs["log_probs"], step["old_log_probs"], step["advantages"]
+    records = {}
     if args.policy_loss == "grpo_guard":
         means = outputs["prev_sample_mean"], step["old_prev_sample_mean"]
         scales = outputs["std_dev_t"], outputs["sqrt_dt"]
         losses, ratio = guard_loss(log_probs, old_log_probs, advantages, *means, *scales, **limits)
+    elif args.policy_loss == "flow_dppo":
+        noise_std = outputs["std_dev_t"] * (outputs["sqrt_dt"] if args.sde_type == "sde" else 1)
+        losses, ratio, records["dropped"] = dppo_loss(
+            log_probs, old_log_probs, advantages, outputs["prev_sample_mean"], step["old_prev_sample_mean"], noise_std,
+            kl_threshold=args.dppo_kl_threshold, adv_clip_max=args.adv_clip_max,
+        )  # fmt: skip
     else:
         losses, ratio = clipped_loss(log_probs, old_log_probs, advantages, **limits)
     if "rollout_is_weights" in step:
         losses = losses * step["rollout_is_weights"]
     loss = losses.mean()
-    records = {"policy_loss": losses, "ratio": ratio, "log_ratio": log_probs - old_log_probs}
+    records |= {"policy_loss": losses, "ratio": ratio, "log_ratio": log_probs - old_log_probs}
     if args.kl_beta:
         records["kl_loss"] = kl_to_reference(outputs["prev_sample_mean"], reference_mean, outputs["std_dev_t"])
         loss = loss + args.kl_beta * records["kl_loss"].mean()
@@ -429,6 +468,9 @@ def update_metrics(
     )
     deviation = ratio.double() - 1  # the ratio is within 1e-3 of 1, where fp32 squares lose its spread
     above, below = ratio > 1 + args.clip_range, ratio < 1 - args.clip_range
+    if args.policy_loss == "flow_dppo":
+        dropped = torch.cat([record["dropped"].flatten() for record in records])
+        above, below = dropped & (ratio > 1), dropped & (ratio < 1)
     means = {
         "policy_loss": losses.mean(),
         "ratio_mean": deviation.mean(),
@@ -657,8 +699,9 @@ def roll_out(
     rank, device = accelerator.process_index, accelerator.device
     folder = run_folder.trajectory_folder(Path(args.output_dir), epoch)
     window = rollout.draw_sde_window(
-        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=epoch
-    )
+        args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=epoch,
+        schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
+    )  # fmt: skip
     prompt_ids = epoch_samples(
         len(inputs.prompts), args.num_prompts_per_epoch, args.num_images_per_prompt, seed=args.seed, epoch=epoch
     )

@@ -100,6 +100,21 @@ def test_window_size_0_is_all_steps_but_the_last():
     assert draw_sde_window(0, (0, 5), 10, seed=0, epoch=0) == (0, 9)
 
 
+@pytest.mark.parametrize(
+    ("size", "window_range", "epochs", "stride", "starts"),
+    [
+        (2, (0, 5), 2, 1, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]),  # the last window stays
+        (2, (0, 5), 3, 2, [0, 0, 0, 2, 2, 2, 3, 3, 3, 3]),  # a stride beyond the end stops at it
+        (3, (4, 7), 1, 1, [4] * 10),
+        (1, (2, 9), 1, 1, [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]),
+    ],
+)
+def test_progressive_windows_move_on_and_stop_at_the_end(size, window_range, epochs, stride, starts):
+    schedule = {"schedule": "progressive", "epochs_per_window": epochs, "stride": stride}
+    windows = [draw_sde_window(size, window_range, 10, seed=0, epoch=epoch, **schedule) for epoch in range(10)]
+    assert windows == [(start, start + size) for start in starts]
+
+
 def test_windows_are_a_function_of_seed_and_epoch():
     first, again, other_seed = (
         [draw_sde_window(2, (0, 5), 10, seed=seed, epoch=epoch) for epoch in range(30)] for seed in (0, 0, 1)

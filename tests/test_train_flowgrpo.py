@@ -16,7 +16,7 @@ from script_runs import run as run_any
 import rollout
 import run_folder
 import train_flowgrpo
-from qwen_image import tiny_pipeline, unused_modules
+from qwen_image import SDE_TYPES, tiny_pipeline, unused_modules
 from rewards import jpeg_compressibility
 from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
 
@@ -109,17 +109,22 @@ def test_resume_gives_the_same_run(tmp_path, tiny_pipeline_folder):
     assert adapter_bytes(halved) == adapter_bytes(whole)
 
 
-@pytest.mark.parametrize("loss", ["clip", "grpo_guard"])
+def roll_out_alone(folder, model, *options):
+    """rollout.py with SMALL's options into folder/cache, of the prompts that an earlier run has left there."""
+    names = ("resolution", "num_inference_steps", "true_cfg_scale", "num_prompts_per_epoch", "num_images_per_prompt",
+             "train_batch_size", "reward_funcs")  # fmt: skip
+    values = {name: SMALL[name] for name in names} | {"sde_window_range": (0, 3), "output_dir": folder / "cache"}
+    values |= {"pretrained_model_name_or_path": model, "prompts": folder / "prompts.txt"}
+    reset_accelerate()
+    rollout.main(rollout.parse_args([*options_of(values), *options]))
+
+
+@pytest.mark.parametrize("loss", train_flowgrpo.POLICY_LOSSES)
 def test_training_from_a_cache_equals_the_online_run(tmp_path, tiny_pipeline_folder, loss):
     options = ["--policy_loss", loss, "--num_inner_epochs", "2", "--num_train_epochs", "1"]
     online = run(tmp_path / "online", tiny_pipeline_folder, *options)
-    names = ("resolution", "num_inference_steps", "true_cfg_scale", "num_prompts_per_epoch", "num_images_per_prompt",
-             "train_batch_size", "reward_funcs")  # fmt: skip
-    values = {name: SMALL[name] for name in names} | {"sde_window_range": (0, 3), "output_dir": tmp_path / "cache"}
-    values |= {"pretrained_model_name_or_path": tiny_pipeline_folder, "prompts": tmp_path / "prompts.txt"}
-    keep = ["--keep_prev_sample_mean"] if loss == "grpo_guard" else []
-    reset_accelerate()
-    rollout.main(rollout.parse_args([*options_of(values), *keep]))
+    keep = ["--keep_prev_sample_mean"] if loss in train_flowgrpo.NEEDS_OLD_MEAN else []
+    roll_out_alone(tmp_path, tiny_pipeline_folder, *keep)
     model = tmp_path / "transformer_only"
     shutil.copytree(tiny_pipeline_folder, model, ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer"))
     cached = run(tmp_path / "cached", model, *options, "--trajectory_cache", str(tmp_path / "cache"))
@@ -218,6 +223,10 @@ REFUSALS = {
     "window end": (["--sde_window_range", "0", "4"], "end it at 3"),
     "steps": (["--num_inference_steps", "1"], "at least 2"),
     "kl without lora": (["--no-use_lora", "--kl_beta", "0.1"], "--use_lora or --kl_beta 0"),
+    "window schedule": (["--sde_window_schedule", "progressive", "--sde_window_size", "0"], "a size above 0"),
+    "window epochs": (["--sde_window_epochs", "0"], "--sde_window_epochs is 0"),
+    "window stride": (["--sde_window_stride", "-1"], "--sde_window_stride is -1"),
+    "kl threshold": (["--dppo_kl_threshold", "0"], "--dppo_kl_threshold is 0.0"),
     "guard with cps": (["--policy_loss", "grpo_guard", "--sde_type", "cps"], "--sde_type sde, not cps"),
     "target": (["--lora_target_modules", "to_query"], "'to_query'"),
     "reward": (["--reward_funcs", "beauty"], "choose from"),
@@ -336,6 +345,15 @@ def test_window_is_drawn_anew_each_epoch(finished):
     assert all(stop - start == 2 and start >= 0 and stop <= 3 for start, stop in windows)
 
 
+def test_a_progressive_window_moves_on_in_both_scripts(tmp_path, tiny_pipeline_folder):
+    options = {"sde_window_schedule": "progressive", "sde_window_epochs": 1}
+    online = run(tmp_path / "online", tiny_pipeline_folder, **options, eval_epochs=0, keep_trajectories=2)
+    windows = [open_cache(online / f"trajectories/epoch-{epoch:05d}").facts["sde_window"] for epoch in range(2)]
+    assert windows == [[0, 2], [1, 3]]
+    roll_out_alone(tmp_path, tiny_pipeline_folder, "--epoch", "1", *options_of(options))
+    assert open_cache(tmp_path / "cache").facts["sde_window"] == [1, 3]
+
+
 def test_defaults_are_the_recipe_and_the_demo_overrides_few():
     recipe = train_flowgrpo.parse_args(["--pretrained_model_name_or_path", "Qwen/Qwen-Image"])
     demo = train_flowgrpo.parse_args([])
@@ -363,6 +381,79 @@ def test_guard_loss_has_the_papers_closed_form():
     expected = torch.exp(((mean - old_mean) * (sample - old_mean) / noise_std).mean(dim=(-2, -1)))
     torch.testing.assert_close(ratio, expected)
     torch.testing.assert_close(losses, -advantages * expected / sqrt_dt**2)
+
+
+# Advantage, log-ratio, distance of the means in noise_std / 1000 -> loss, dropped. exp(.01) = 1.010050167084168 and
+# exp(-.01) = .990049833749168; the KL of a distance d is (d / 1000)^2 / 2: 5e-7 for 1, 1e-5 for sqrt(20).
+DPPO_GOLDEN = [
+    (2.0, 0.01, 1.0, -2.020100334168336, False),  # near enough
+    (2.0, 0.01, 5.0, 0.0, True),  # far, and further away
+    (2.0, -0.01, 5.0, -1.980099667498336, False),  # far, and on its way back
+    (-2.0, -0.01, 5.0, 0.0, True),
+    (-2.0, 0.01, 5.0, 2.020100334168336, False),
+    (2.0, 0.0, 5.0, -2.0, False),  # a ratio of 1 has no direction
+    (9.0, -0.01, 5.0, -4.95024916874584, False),  # the advantage is cut to 5
+    (0.0, 0.01, 5.0, 0.0, False),
+    (2.0, 0.01, 4.4722, 0.0, True),  # sqrt(20) = 4.47213595...
+    (2.0, 0.01, 4.4721, -2.020100334168336, False),
+]
+
+
+def test_dppo_loss_golden():
+    advantages, log_ratio, distance, expected = (
+        torch.tensor([row[i] for row in DPPO_GOLDEN], dtype=torch.float64)[:, None] for i in range(4)
+    )
+    noise_std = torch.linspace(0.2, 2, len(DPPO_GOLDEN), dtype=torch.float64)[:, None]
+    old_mean = torch.randn(len(DPPO_GOLDEN), 1, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mean = old_mean + (distance / 1000 * noise_std)[..., None, None] * torch.tensor([1.0, -1.0, 1.0, -1.0])
+    log_probs = log_ratio.clone().requires_grad_()
+    losses, ratio, got = train_flowgrpo.dppo_loss(
+        log_probs,
+        torch.zeros_like(log_ratio),
+        advantages,
+        mean,
+        old_mean,
+        noise_std,
+        kl_threshold=1e-5,
+        adv_clip_max=5.0,
+    )
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(ratio, log_ratio.exp())
+    assert got[:, 0].tolist() == [row[4] for row in DPPO_GOLDEN]
+    losses.sum().backward()
+    assert torch.equal(log_probs.grad, losses.detach())  # d exp(x) = exp(x), and nothing of what is dropped
+
+
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_dppo_measures_the_kl_in_units_of_the_injected_noise(tmp_path, tiny_pipeline_folder, monkeypatch, sde_type):
+    """The noise of a rollout step, x_{t+1} minus the old mean, has the standard deviation that the loss is given."""
+    calls = []
+    loss = train_flowgrpo.dppo_loss
+
+    def recorded(*tensors, **options):
+        calls.append((tensors[5].clone(), *loss(*tensors, **options)))
+        return calls[-1][1:]
+
+    forward, noises = train_flowgrpo.forward_timesteps, []
+
+    def forwarded(args, predict, step):
+        noises.append((step["all_latents"][:, 1:] - step["old_prev_sample_mean"]).flatten(2).std(dim=2))
+        return forward(args, predict, step)
+
+    monkeypatch.setattr(train_flowgrpo, "dppo_loss", recorded)
+    monkeypatch.setattr(train_flowgrpo, "forward_timesteps", forwarded)
+    options = {"policy_loss": "flow_dppo", "sde_type": sde_type, "noise_level": 0.7, "num_train_epochs": 1}
+    folder = run(tmp_path / "run", tiny_pipeline_folder, **options, num_inner_epochs=2, dppo_kl_threshold=1e-9)
+    for (noise_std, *_), noise in zip(calls, noises, strict=True):
+        torch.testing.assert_close(noise_std, noise, rtol=0.1, atol=0)
+    # Updates of 4 batches of 4 samples and 2 timesteps: clipfrac is the share of the dropped terms.
+    dropped = torch.stack([call[3] for call in calls]).view(4, -1).double()
+    ratio = torch.stack([call[2] for call in calls]).view(4, -1)
+    assert values_of(folder, "train/clipfrac") == pytest.approx(dropped.mean(dim=1).tolist())
+    above = (dropped * (ratio > 1)).mean(dim=1).tolist()
+    assert values_of(folder, "train/clipfrac_gt_one") == pytest.approx(above)
+    assert dropped[0].sum() == 0
+    assert dropped[1:].sum() > 0
 
 
 def test_kl_golden():
