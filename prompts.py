@@ -19,14 +19,16 @@ from datasets.exceptions import DatasetGenerationError
 TABLE_KINDS = {".csv": "csv", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "train") -> list[dict[str, Any]]:
+def load_prompts(
+    name_or_path: str, *, column: str = "prompt", split: str = "train", option: str = "--prompts"
+) -> list[dict[str, Any]]:
     """Read prompts as dicts that hold at least "prompt"; what else a row has is metadata for the rewards.
 
     A .txt file has one prompt a line, a .jsonl file one object a line; any other path or name is given to `datasets`.
-    Raises ValueError that names the file and the line.
+    Raises ValueError that names the file and the line, or the `option` that gave it.
     """
     if not name_or_path:
-        raise ValueError("--prompts is empty: name a file, a folder or a data set")
+        raise ValueError(f"{option} is empty: name a file, a folder or a data set")
     path = Path(name_or_path)
     if path.is_file() and path.suffix in (".txt", ".jsonl"):
         try:
@@ -58,18 +60,18 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", split: str = "tra
             elif path.is_file():
                 if path.suffix not in TABLE_KINDS:
                     raise ValueError(
-                        f"--prompts {path}: give a .txt, .jsonl, {', '.join(TABLE_KINDS)} file or a folder"
+                        f"{option} {path}: give a .txt, .jsonl, {', '.join(TABLE_KINDS)} file or a folder"
                     )
                 table = load_dataset(TABLE_KINDS[path.suffix], data_files=str(path), split="train")
             else:
                 table = load_dataset(name_or_path, split=split)
         except (DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(
-                f"--prompts {name_or_path} cannot be read as a table: {error.__cause__ or error}"
+                f"{option} {name_or_path} cannot be read as a table: {error.__cause__ or error}"
             ) from error
         except (FileNotFoundError, ConnectionError) as error:
             raise ValueError(
-                f"--prompts {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl "
+                f"{option} {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl "
                 "file, a data set's folder or its name"
             ) from error
         if column not in table.column_names:

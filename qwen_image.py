@@ -77,7 +77,8 @@ def local_pipeline_folder(
     """The pipeline's folder on disk; of a hub model the named subfolders are downloaded if they are not there yet."""
     if Path(pretrained_model_name_or_path).is_dir():
         return Path(pretrained_model_name_or_path)
-    patterns = ["model_index.json", *(f"{subfolder}/*" for subfolder in subfolders)]
+    kinds = ("json", "safetensors", "txt", "jinja")  # no pickles, no code
+    patterns = ["model_index.json", *(f"{subfolder}/*.{kind}" for subfolder in subfolders for kind in kinds)]
     return Path(snapshot_download(pretrained_model_name_or_path, revision=revision, allow_patterns=patterns))
 
 
@@ -96,7 +97,9 @@ def transformer_fingerprint(folder: str | Path) -> str:
 
 def load_pipeline(folder: Path, *, dtype: torch.dtype, leave_out: Sequence[str] = ()) -> QwenImagePipeline:
     """Load a pipeline on the CPU, frozen and in eval mode; components that are left out are None."""
-    pipeline = QwenImagePipeline.from_pretrained(folder, torch_dtype=dtype, **dict.fromkeys(leave_out))
+    pipeline = QwenImagePipeline.from_pretrained(
+        folder, torch_dtype=dtype, use_safetensors=True, **dict.fromkeys(leave_out)
+    )
     for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
         if module is not None:
             module.requires_grad_(False).eval()

@@ -7,7 +7,6 @@ REWARDS, or name it `path/to/module.py:function`.
 
 import importlib.util
 import io
-import math
 import re
 import sys
 import traceback
@@ -23,6 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+LARGEST = 1e30  # of a reward and of a weight: spreads are squares, which must stay numbers
 RewardFunction = Callable[[Tensor, list[str], list[dict[str, Any]]], Sequence[float] | Tensor]
 
 
@@ -162,6 +162,18 @@ def load_reward(name: str) -> RewardFunction:
     return vars(module)[function_name]
 
 
+def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None:
+    """Refuse rewards named twice and weights that are not one usable number for each. Raises ValueError."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"--reward_funcs names a reward twice: {' '.join(names)}")
+    if weights is None:
+        return
+    if len(weights) != len(names):
+        raise ValueError(f"--reward_weights has {len(weights)} values for {len(names)} --reward_funcs")
+    if not (all(abs(weight) <= LARGEST for weight in weights) and any(weights)):  # NaN compares false
+        raise ValueError(f"--reward_weights are {list(weights)}: give numbers up to {LARGEST:.0e} that are not all 0")
+
+
 def score_images(
     rewards: Mapping[str, RewardFunction],
     images: Tensor,
@@ -169,8 +181,8 @@ def score_images(
     metadata: list[dict[str, Any]],
     sample_indices: Sequence[int],
 ) -> dict[str, list[float]]:
-    """Each reward's B values. A reward that raises, or returns another count, None, NaN or infinity, raises ValueError
-    naming the reward and the sample: a failure is never a reward of 0."""
+    """Each reward's B values. A reward that raises, or returns another count, None, NaN, infinity or a number whose
+    square could be infinite, raises ValueError naming the reward and the sample: a failure is never a reward of 0."""
     scores = {}
     for name, reward in rewards.items():
         where = f"reward {name} on samples {sample_indices[0]} to {sample_indices[-1]}"
@@ -192,8 +204,11 @@ def score_images(
         for index, prompt, value in zip(sample_indices, prompts, values, strict=True):
             one = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
             number = value.item() if one else value
-            if not isinstance(number, bool | int | float) or not math.isfinite(number):
-                raise ValueError(f"reward {name} is {value} for sample {index} ({prompt!r}): return finite numbers")
+            if not isinstance(number, bool | int | float) or not abs(number) <= LARGEST:
+                raise ValueError(
+                    f"reward {name} is {value} for sample {index} ({prompt!r}): return finite numbers up to "
+                    f"{LARGEST:.0e}"
+                )
             scores.setdefault(name, []).append(float(number))
     return scores
 

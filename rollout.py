@@ -32,6 +32,7 @@ from PIL import ImageOps
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
 from prompts import batch_samples, check_batch_arithmetic, epoch_samples, load_prompts, rank_batches
 from qwen_image import (
     PIXELS_PER_TOKEN,
@@ -48,8 +49,8 @@ from qwen_image import (
     seeded_noise,
     transformer_fingerprint,
 )
-from rewards import RewardFunction, group_advantages, load_reward, score_images, to_pil
-from run_folder import run_script
+from rewards import LARGEST, RewardFunction, check_weights, group_advantages, load_reward, score_images, to_pil
+from run_folder import make_folder, run_script
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
 from trajectory_cache import (
@@ -67,7 +68,31 @@ from trajectory_cache import (
 INITIAL_NOISE, STEP_NOISE = 0, 1
 SOLVERS = ("euler", "unipc")
 WINDOW_SCHEDULES = ("random", "progressive")
+OPTIONAL_NUMBERS = {"old_log_probs", "ref_log_prob", "rollout_is_weights"}  # of a foreign cache, fp32 like the rest
 EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
+
+
+def check_numbers(
+    options: Mapping[str, Any],
+    *,
+    above_zero: Sequence[str],
+    not_negative: Sequence[str] = (),
+    may_be_infinite: Sequence[str] = (),
+) -> None:
+    """Raise ValueError naming an option that is too small, or no number that fp32 can hold."""
+    for name in above_zero:
+        if not options[name] > 0:
+            raise ValueError(f"--{name} is {options[name]}: it must be above 0")
+    for name in not_negative:
+        if options[name] < 0:
+            raise ValueError(f"--{name} is {options[name]}: it must not be negative")
+    for name, value in options.items():
+        if name in may_be_infinite and value == math.inf:
+            continue
+        if isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"--{name} is {value}: give a finite number")
+        if isinstance(value, int) and value >= 2**63:
+            raise ValueError(f"--{name} is {value}: give a number below 2**63")
 
 
 def check_sampling(resolution: int, num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
@@ -79,8 +104,8 @@ def check_sampling(resolution: int, num_inference_steps: int, true_cfg_scale: fl
         raise ValueError(f"--num_inference_steps {num_inference_steps}: give at least 2")
     if true_cfg_scale < 1:
         raise ValueError(f"--true_cfg_scale {true_cfg_scale}: give 1, which is no CFG, or more")
-    if seed < 0:
-        raise ValueError(f"--seed is {seed}: it must not be negative")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed is {seed}: give 0 to {2**32 - 1}, what all random generators take")
 
 
 def check_sde_window(
@@ -435,9 +460,17 @@ def encode_prompt_table(
 
 
 def check_cache(
-    cache: TrajectoryCache, expected: Mapping[str, Any], *, batch_size: int, num_updates: int, world_size: int
+    cache: TrajectoryCache,
+    expected: Mapping[str, Any],
+    *,
+    batch_size: int,
+    num_updates: int,
+    world_size: int,
+    text_width: int,
+    reads_values: bool = True,
 ) -> None:
-    """Refuse a cache that a run cannot train from. `expected` holds what its manifest must agree with.
+    """Refuse a cache that a run cannot train from. `expected` holds what its manifest must agree with, text_width is
+    that of the transformer's prompt embeddings; reads_values looks for NaN and infinity in every tensor.
 
     Raises ValueError naming both values and what to do.
     """
@@ -445,20 +478,23 @@ def check_cache(
         found = cache.facts.get(name)
         same = found == value
         if isinstance(value, list) and isinstance(found, list) and len(value) == len(found):
-            same = np.allclose(value, found, rtol=0, atol=1e-6)
+            numbers = all(isinstance(number, int | float) for number in found)
+            same = numbers and np.allclose(value, found, rtol=0, atol=1e-6)
         if not same:
             raise ValueError(
                 f"the trajectory cache was made with {name} {found}, this run has {value}: change the option (for "
                 "sigmas --num_inference_steps or --resolution), or roll out again"
             )
     samples = sorted(cache.sample_indices)
-    if cache.values is None or "reward" not in cache.values.column_names:
-        raise ValueError("the trajectory cache has no values table with a reward column: write one, see README")
+    if cache.values is None or not {"reward", "sample_index"} <= set(cache.values.column_names):
+        raise ValueError(
+            "the trajectory cache has no values table with columns reward and sample_index: write one, see README"
+        )
     if samples != list(range(len(samples))):
         raise ValueError(
             f"the trajectory cache's sample_index must count its {len(samples)} rows from 0 without a gap"
         )
-    if sorted(cache.values["sample_index"][:]) != samples:
+    if cache.values.features["sample_index"].dtype != "int64" or sorted(cache.values["sample_index"][:]) != samples:
         raise ValueError("the trajectory cache's values table must hold each sample_index of the trajectories once")
     if len(samples) % (unit := batch_size * world_size * num_updates):
         raise ValueError(
@@ -467,12 +503,18 @@ def check_cache(
             "--num_updates_per_epoch"
         )
     for sample, reward in zip(cache.values["sample_index"][:], cache.values["reward"][:], strict=True):
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"the trajectory cache's reward of sample {sample} is {reward}: write finite numbers")
+        if not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
+            raise ValueError(
+                f"the trajectory cache's reward of sample {sample} is {reward}: write finite numbers up to "
+                f"{LARGEST:.0e}"
+            )
     shape = ((expected["height"] // PIXELS_PER_TOKEN) * (expected["width"] // PIXELS_PER_TOKEN), 64)
     sigmas = torch.tensor(expected["sigmas"])
     for row in range(len(samples)):
-        check_trajectory(read_tensors(cache.trajectories, row), row, shape=shape, sigmas=sigmas)
+        tensors = read_tensors(cache.trajectories, row)
+        check_trajectory(tensors, row, shape=shape, sigmas=sigmas)
+        if reads_values:
+            check_all_finite(tensors, f"row {row}")
     unknown = sorted(set(cache.prompt_ids) - set(cache.prompt_rows))
     if expected["true_cfg_scale"] > 1 and NEGATIVE_PROMPT_ID not in cache.prompt_rows:
         unknown.append(NEGATIVE_PROMPT_ID)
@@ -481,6 +523,36 @@ def check_cache(
             f"the trajectory cache's prompts table lacks prompt_id {unknown[0]} ({NEGATIVE_PROMPT_ID} is the negative "
             "prompt of true CFG): write its embedding"
         )
+    for prompt_id, row in cache.prompt_rows.items():
+        tensors = read_tensors(cache.prompts, row)
+        embedding = tensors.get("prompt_embeds", torch.empty(0))
+        if (
+            embedding.ndim != 2
+            or embedding.shape[1] != text_width
+            or not len(embedding)
+            or embedding.dtype
+            not in (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+            )
+        ):
+            raise ValueError(
+                f"the trajectory cache's prompt_embeds of prompt_id {prompt_id} are {tuple(embedding.shape)} "
+                f"{embedding.dtype}: this model reads (tokens, {text_width}) of floating-point numbers"
+            )
+        if reads_values:
+            check_all_finite(tensors, f"prompt_id {prompt_id}")
+
+
+def check_all_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse a row of a cache with NaN or infinity in it. Raises ValueError naming the field."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(
+                f"the trajectory cache's {name} of {where} holds NaN or infinity: roll out again, its model or "
+                "precision made them"
+            )
 
 
 def check_trajectory(tensors: Mapping[str, Tensor], row: int, *, shape: tuple[int, int], sigmas: Tensor) -> None:
@@ -495,7 +567,7 @@ def check_trajectory(tensors: Mapping[str, Tensor], row: int, *, shape: tuple[in
             )
     if "sigmas" not in tensors:  # DiffusionNFT's trajectories are clean latents alone
         return
-    for name in ("sigmas", "sigma_max", "all_timesteps"):
+    for name in ("sigmas", "sigma_max", "all_timesteps", *sorted(tensors.keys() & OPTIONAL_NUMBERS)):
         if name not in tensors or tensors[name].dtype != torch.float32:
             found = tensors[name].dtype if name in tensors else "nothing"
             raise ValueError(f"the trajectory cache's {name} of row {row} must be float32, it holds {found}")
@@ -611,6 +683,9 @@ def main(args: argparse.Namespace) -> None:
     """Sample one epoch's prompts and write the cache; ranks share the batches."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_supported(os.environ)
+    sizes = ("num_prompts_per_epoch", "num_images_per_prompt", "train_batch_size", "max_sequence_length")
+    check_numbers(vars(args), above_zero=sizes, not_negative=("epoch",))
+    check_weights(args.reward_funcs, args.reward_weights)
     check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     check_sde_window(
         args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level,
@@ -630,12 +705,13 @@ def main(args: argparse.Namespace) -> None:
     prompts = load_prompts(args.prompts, column=args.prompt_column)
     rewards = {name: load_reward(name) for name in args.reward_funcs}
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
-    if len(reward_weights) != len(rewards):
-        raise ValueError(f"--reward_weights has {len(reward_weights)} values for {len(rewards)} --reward_funcs")
     subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
     model_folder = local_pipeline_folder(
         args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
     )
+    check_pipeline(model_folder, subfolders)
+    if args.lora is not None:
+        check_exported_adapter(model_folder, Path(args.lora))
 
     accelerator = make_accelerator()
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -650,8 +726,8 @@ def main(args: argparse.Namespace) -> None:
         args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=args.epoch,
         schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
     )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="scratch-") as scratch:
         transformer, sampling = load_models(
             model_folder,
             dtype=dtype,
@@ -664,10 +740,9 @@ def main(args: argparse.Namespace) -> None:
             negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
             max_sequence_length=args.max_sequence_length,
         )
-        if args.lora:
-            transformer.load_lora_adapter(
-                args.lora, prefix="transformer", weight_name="pytorch_lora_weights.safetensors"
-            )
+        if args.lora is not None:
+            options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
+            transformer.load_lora_adapter(args.lora, **options)
         size = {"height": args.resolution, "width": args.resolution}
         sigmas = get_sigmas(sampling.scheduler, args.num_inference_steps, **size)
         predict = partial(

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +27,8 @@ HERE = Path(__file__).resolve().parent
 
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     """Write args.json with the git commit, and a copy of the scripts that run. Raises ValueError over another run."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        found = {path.name for path in output_dir.iterdir()} - {"args.json", "code", "STOP"}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be written: {error}; name another folder") from error
+    make_folder(output_dir)
+    found = {path.name for path in output_dir.iterdir()} - {"args.json", "code", "STOP"}
     # A run that died while loading has left its embeddings, which are made again.
     found = sorted(name for name in found if not name.startswith(("prompt_embeds-", "eval_prompt_embeds-")))
     if found:
@@ -38,10 +36,7 @@ def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
             f"--output_dir {output_dir} is not empty ({found[0]}): go on with --resume_from_checkpoint latest, name "
             "another folder, or delete it"
         )
-    try:
-        (output_dir / "code").mkdir(exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be written: {error}; name another folder") from error
+    make_folder(output_dir / "code")
     (output_dir / "STOP").unlink(missing_ok=True)
     for path in HERE.glob("*.py"):
         shutil.copy(path, output_dir / "code")
@@ -50,9 +45,24 @@ def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     (output_dir / "args.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder if it is not there; raises ValueError where it is none or no file can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output_dir: {folder} cannot be written ({error}); name another folder") from error
+
+
 def changed_options(output_dir: Path, args: Mapping[str, Any]) -> list[str]:
     """The options of a resumed run that differ from its args.json, as `name: before -> now`."""
-    before = json.loads((output_dir / "args.json").read_text())["args"]
+    path = output_dir / "args.json"
+    try:
+        before = json.loads(path.read_text())["args"]
+        before = dict(before)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{path} cannot be compared with this command: {type(error).__name__}: {error}"]
     now = json.loads(json.dumps(dict(args)))
     skipped = {"resume_from_checkpoint", "output_dir"}
     return [f"{n}: {before.get(n)} -> {v}" for n, v in now.items() if n not in skipped and before.get(n) != v]
@@ -66,10 +76,7 @@ def append_metrics(output_dir: Path, metrics: Mapping[str, float]) -> None:
 
 def cut_metrics(output_dir: Path, num_bytes: int) -> None:
     """Drop the lines of metrics.jsonl that were written after a checkpoint."""
-    path = output_dir / "metrics.jsonl"
-    if not path.is_file() or path.stat().st_size < num_bytes:
-        raise ValueError(f"{path} is shorter than the {num_bytes} bytes it had at the checkpoint: restore it first")
-    with open(path, "rb+") as file:
+    with open(output_dir / "metrics.jsonl", "rb+") as file:
         file.truncate(num_bytes)
 
 
@@ -209,16 +216,23 @@ def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:
     return folder
 
 
-def read_state(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's state.json; raises ValueError where it belongs to another algorithm, model or kind of adapter."""
+def read_state(folder: Path, expected: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """A checkpoint's state.json, which holds values of `kinds` too; raises ValueError where it is damaged, belongs to
+    another algorithm, model or kind of adapter, or where metrics.jsonl has lost lines since."""
     try:
         state = json.loads((folder / "state.json").read_text())
         state = state if isinstance(state, dict) else {}
     except ValueError as error:
         raise ValueError(f"{folder}/state.json is not json ({error}): resume from an older checkpoint") from error
     numbers = {name: state.get(name) for name in ("epoch", "global_step", "metrics_bytes")}
-    wrong = [f"{n} {v}" for n, v in numbers.items() if not isinstance(v, int) or v < 0]
-    if wrong or not isinstance(state.get("lr_scheduler"), dict) or folder.name != f"epoch-{numbers['epoch']:05d}":
+    wrong = [f"{n} {v}" for n, v in numbers.items() if type(v) is not int or v < 0]
+    schedule = state.get("lr_scheduler")
+    if not isinstance(schedule, dict) or type(schedule.get("last_epoch")) is not int:
+        wrong.append(f"lr_scheduler {schedule}")
+    elif not (rates := schedule.get("_last_lr")) or not all(isinstance(rate, int | float) for rate in rates):
+        wrong.append(f"_last_lr {rates}")
+    wrong += [f"{name} {state.get(name)}" for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    if wrong or folder.name != f"epoch-{numbers['epoch']:05d}":
         raise ValueError(
             f"{folder}/state.json is damaged ({', '.join(wrong) or numbers}): resume from an older checkpoint"
         )
@@ -228,6 +242,11 @@ def read_state(folder: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
                 f"{folder} was made with {name} {state.get(name)}, this run has {value}: resume with the same, or "
                 "start a new run"
             )
+    metrics = folder.parent.parent / "metrics.jsonl"
+    if not metrics.is_file() or metrics.stat().st_size < state["metrics_bytes"]:
+        raise ValueError(
+            f"{metrics} is shorter than the {state['metrics_bytes']} bytes it had at the checkpoint: restore it first"
+        )
     return state
 
 

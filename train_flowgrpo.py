@@ -36,6 +36,7 @@ from diffusers.optimization import SchedulerType, get_scheduler
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import model_files
 import qwen_image
 import rewards as reward_functions
 import rollout
@@ -59,6 +60,8 @@ from trajectory_cache import TrajectoryCache, open_cache, write_manifest
 HERE = Path(__file__).resolve().parent
 POLICY_LOSSES = ("clip", "grpo_guard", "flow_dppo")
 NEEDS_OLD_MEAN = ("grpo_guard", "flow_dppo")  # losses that compare with the rollout's mean of x_{t+1}
+ADAPTERS = ("default",)  # of a checkpoint
+STATE_KINDS: dict[str, type] = {}  # what its state.json holds besides the counters of both scripts
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
@@ -68,6 +71,8 @@ CACHED_FIELDS = FLOWGRPO_FIELDS._replace(
     per_step={name: window for name, window in FLOWGRPO_FIELDS.per_step.items() if name != "advantages"},
     optional=FLOWGRPO_FIELDS.optional | {"old_log_probs"},
 )
+
+POLYNOMIAL_END = 1e-7  # of diffusers' polynomial schedule
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
@@ -190,16 +195,12 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
         "checkpoints_total_limit",
     )  # fmt: skip
-    for name in above_zero:
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    for name in ("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it must not be negative")
-    for name, value in vars(args).items():
-        may_be_infinite = name in ("max_grad_norm", "clip_range", "adv_clip_max")
-        if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value > 0)):
-            raise ValueError(f"--{name} is {value}: give a finite number")
+    rollout.check_numbers(
+        vars(args),
+        above_zero=above_zero,
+        not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"),
+        may_be_infinite=("max_grad_norm", "clip_range", "adv_clip_max"),
+    )
     if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
         values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
         raise ValueError(
@@ -207,18 +208,13 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         )
     if args.adam_weight_decay < 0:
         raise ValueError(f"--adam_weight_decay is {args.adam_weight_decay}: it must not be negative")
-    if args.reward_weights and not (all(map(math.isfinite, args.reward_weights)) and any(args.reward_weights)):
-        raise ValueError(f"--reward_weights are {args.reward_weights}: give finite numbers that are not all 0")
+    check_schedule(args)
     rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     if args.staging_prefetch and not args.enable_timestep_staging:
         raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
-    num_rewards = len(args.reward_funcs or [])
-    if len(set(args.reward_funcs or [])) < num_rewards:
-        raise ValueError(f"--reward_funcs names a reward twice: {' '.join(args.reward_funcs)}")
-    if args.reward_weights and len(args.reward_weights) != num_rewards:
-        raise ValueError(f"--reward_weights has {len(args.reward_weights)} values for {num_rewards} --reward_funcs")
+    reward_functions.check_weights(args.reward_funcs or [], args.reward_weights)
     if args.report_to != "none" and find_spec(args.report_to) is None:
         raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
     if args.trajectory_cache is not None:
@@ -235,6 +231,26 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         world_size=world_size,
         num_updates=args.num_updates_per_epoch,
     )
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Refuse a learning rate schedule that this run's optimizer steps cannot follow."""
+    num_epochs = args.num_train_epochs if args.trajectory_cache is None else 1
+    num_steps = num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
+    if args.lr_warmup_steps and args.lr_scheduler == "constant":
+        raise ValueError(
+            f"--lr_warmup_steps {args.lr_warmup_steps} with --lr_scheduler constant, which has no warm-up: choose "
+            "constant_with_warmup"
+        )
+    if args.lr_warmup_steps > num_steps:
+        raise ValueError(
+            f"--lr_warmup_steps {args.lr_warmup_steps} is beyond the {num_steps} optimizer steps of this run: lower it"
+        )
+    if args.lr_scheduler == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
+        raise ValueError(
+            f"--lr_scheduler polynomial ends at {POLYNOMIAL_END}, --learning_rate is {args.learning_rate}: raise it, "
+            "or choose linear"
+        )
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -527,6 +543,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         model_folder = qwen_image.local_pipeline_folder(
             args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
         )
+        model_files.check_pipeline(model_folder, subfolders)
     if args.use_lora:
         qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
     rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs or []}
@@ -534,22 +551,36 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     has_evaluation = online and args.eval_epochs and args.eval_prompts
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
-        cache = open_cache(args.trajectory_cache, verify_checksums=True)
+        reads_values = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of a node reads every byte
+        cache = open_cache(args.trajectory_cache, verify_checksums=reads_values)
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
         facts = cache_facts(args, scheduler, model_folder)
         size, num_updates = args.train_batch_size, args.num_updates_per_epoch
-        rollout.check_cache(cache, facts, batch_size=size, num_updates=num_updates, world_size=world_size)
+        rollout.check_cache(
+            cache,
+            facts,
+            batch_size=size,
+            num_updates=num_updates,
+            world_size=world_size,
+            text_width=model_files.read_json(model_folder / "transformer/config.json")["joint_attention_dim"],
+            reads_values=reads_values,
+        )
         num_samples = len(cache.sample_indices)
         for first in range(0, num_samples, size):
             validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
     checkpoint = state = None
     if args.resume_from_checkpoint is not None:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
-        state = run_folder.read_state(checkpoint, checkpoint_identity(args))
+        state = run_folder.read_state(checkpoint, checkpoint_identity(args), STATE_KINDS)
+        if args.use_lora:
+            shapes = model_files.adapter_shapes(model_folder, rank=args.rank, target_modules=args.lora_target_modules)
+            model_files.check_checkpoint(checkpoint, ADAPTERS, shapes)
     return Inputs(
         model_folder=model_folder,
         prompts=load_prompts(args.prompts, column=args.prompt_column) if online else [],
-        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column) if has_evaluation else [],
+        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
+        if has_evaluation
+        else [],
         rewards=rewards,
         eval_rewards=eval_rewards,
         reward_weights=torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64),
@@ -914,7 +945,7 @@ def main(args: argparse.Namespace) -> None:
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
     print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))
     trained = policy.transformer, policy.optimizer, policy.lr_scheduler
-    adapters = ["default"] if args.use_lora else []
+    adapters = ADAPTERS if args.use_lora else ()
     global_step = saved_step = inputs.state["global_step"] if inputs.state else 0
     if inputs.state is not None:
         sharding.load_checkpoint(

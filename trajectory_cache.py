@@ -37,6 +37,19 @@ TABLES = ("trajectories", "prompts", "values")
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # what closes a whole Arrow stream
 NEGATIVE_PROMPT_ID = -1
 STORED_AS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *STORED_AS,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    )
+}
 PLAIN_TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
@@ -140,7 +153,7 @@ def open_cache(
                 f"{folder} holds no manifest-*.json: it is no trajectory cache, or its rollout did not finish"
             )
         present = [fact["shard"] for fact in facts]
-        if present != list(range(facts[0]["num_shards"])):
+        if len(present) != facts[0]["num_shards"] or present != list(range(len(present))):
             raise ValueError(
                 f"{folder} has shards {present} of {facts[0]['num_shards']}: a rank did not finish, roll out again"
             )
@@ -155,10 +168,12 @@ def open_cache(
     )
     values = concatenate_datasets(tables["values"]) if len(tables["values"]) == len(facts) else None
     for table, column in ((trajectories, "sample_index"), (trajectories, "prompt_id"), (prompts, "prompt_id")):
-        if column not in table.column_names:
+        if column not in table.column_names or table.features[column].dtype != "int64":
             raise ValueError(
-                f"{folder} has a table without a column {column}: see the docstring of trajectory_cache.py"
+                f"{folder} has a table without a column {column} of integers: see the docstring of trajectory_cache.py"
             )
+        if table.data.column(column).null_count:
+            raise ValueError(f"{folder} has a row without {column}: write a number in each")
     sample_indices, prompt_ids = (trajectories.data.column(name).to_pylist() for name in ("sample_index", "prompt_id"))
     prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts.data.column("prompt_id").to_pylist())}
     columns = trajectories.column_names
@@ -225,14 +240,21 @@ def open_table(path: Path, facts: Mapping[str, int], verify_checksum: bool) -> D
 
 
 def read_tensors(table: Dataset, row: int) -> dict[str, Tensor]:
-    """All tensors of one row as READ-ONLY views of the mapped file; plain columns are left out."""
+    """All tensors of one row as READ-ONLY views of the mapped file; plain columns are left out. Raises ValueError
+    naming a column whose shape or dtype does not describe it."""
     columns = table[row]
     tensors = {}
     for name in columns.column_names:
         if f"{name}_shape" in columns.column_names:
             bits = torch.from_dlpack(columns[name].chunk(0).flatten())
-            dtype = getattr(torch, columns[f"{name}_dtype"][0].as_py())
-            tensors[name] = bits.view(dtype).view(columns[f"{name}_shape"][0].as_py())
+            shape, dtype = (columns[f"{name}_{what}"][0].as_py() for what in ("shape", "dtype"))
+            try:
+                tensors[name] = bits.view(DTYPES[dtype]).view(shape)
+            except (KeyError, RuntimeError) as error:
+                raise ValueError(
+                    f"row {row} of a table has {bits.numel()} entries of {name} in {bits.dtype}, which are no "
+                    f"{shape} {dtype}: write it with table_writer"
+                ) from error
     return tensors
 
 
