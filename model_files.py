@@ -26,6 +26,10 @@ COMPONENTS = {  # what model_index.json may say of each part: anything else woul
     "tokenizer": [["transformers", "Qwen2Tokenizer"], ["transformers", "Qwen2TokenizerFast"]],
     "vae": [["diffusers", "AutoencoderKLQwenImage"]],
 }
+TRANSFORMER_FACTS = {  # what changes the forward or the latents; everything else in the config is only a size
+    "patch_size": 2, "in_channels": 64, "guidance_embeds": False, "zero_cond_t": False,
+    "use_additional_t_cond": False, "use_layer3d_rope": False,
+}  # fmt: skip
 WEIGHTS = {
     "transformer": "diffusion_pytorch_model",
     "vae": "diffusion_pytorch_model",
@@ -99,6 +103,12 @@ def check_pipeline(folder: Path, subfolders: Sequence[str]) -> None:
             )
     read_json(folder / "scheduler/scheduler_config.json")
     transformer = meta_model(folder, "transformer", QwenImageTransformer2DModel)
+    for name, value in TRANSFORMER_FACTS.items():
+        if transformer.config[name] != value:
+            raise ValueError(
+                f"{folder}/transformer/config.json has {name} {transformer.config[name]}, these scripts need {value}: "
+                "choose a Qwen-Image text-to-image model"
+            )
     check_weights(folder, "transformer", transformer)
     if "vae" in subfolders:
         check_weights(folder, "vae", meta_model(folder, "vae", AutoencoderKLQwenImage))

@@ -46,6 +46,15 @@ LORA_TARGETS = (
 # ----- Loading -----------------------------------------------------------------------------------------------------
 
 
+# Why a pipeline of another class is refused, by the first expression that its name begins with.
+OTHER_PIPELINES = {
+    r"QwenImage(Edit|Img2Img|Inpaint|ControlNet|Layered)": "needs an image beside the prompt, which is not passed on",
+    r"QwenImage21": "has another transformer and another autoencoder",
+    r".*(Wan|Video|LTX|Mochi|Cosmos)": "makes videos",
+    r"": "is another architecture",
+}
+
+
 def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | None = None) -> None:
     """Refuse, from model_index.json alone, a model that is not a QwenImagePipeline. Raises ValueError."""
     if Path(pretrained_model_name_or_path).is_dir():
@@ -65,9 +74,10 @@ def check_pipeline_class(pretrained_model_name_or_path: str, *, revision: str | 
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{index} is not a pipeline's json ({error}): download the model again") from error
     if class_name != "QwenImagePipeline":
+        reason = next(why for names, why in OTHER_PIPELINES.items() if re.match(names, str(class_name)))
         raise ValueError(
-            f"{pretrained_model_name_or_path} is a {class_name}, these scripts train a QwenImagePipeline: "
-            "choose a Qwen-Image text-to-image model"
+            f"{pretrained_model_name_or_path} is a {class_name}, which {reason}; these scripts train a "
+            "QwenImagePipeline: choose a Qwen-Image text-to-image model, Qwen/Qwen-Image or Qwen/Qwen-Image-2512"
         )
 
 
@@ -219,8 +229,6 @@ def target_names(transformer: nn.Module, target_modules: Sequence[str]) -> list[
 
 def check_lora_targets(folder: Path, target_modules: Sequence[str]) -> None:
     """Raise ValueError for a target that matches no linear layer, after building the model without its weights."""
-    if not (folder / "transformer/config.json").is_file():
-        raise ValueError(f"{folder} holds no transformer/config.json: name a whole pipeline folder")
     config = QwenImageTransformer2DModel.load_config(folder, subfolder="transformer")
     with torch.device("meta"):
         transformer = QwenImageTransformer2DModel.from_config(config)

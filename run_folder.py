@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
+PATH_OPTIONS = (
+    "pretrained_model_name_or_path", "prompts", "eval_prompts", "trajectory_cache", "resume_from_checkpoint",
+    "output_dir",
+)  # fmt: skip
 
 
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
@@ -40,9 +45,14 @@ def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     (output_dir / "STOP").unlink(missing_ok=True)
     for path in HERE.glob("*.py"):
         shutil.copy(path, output_dir / "code")
-    git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {"git_commit": git.stdout.strip() or None, "args": dict(args)}
+    facts = {"git_commit": git_commit(), "args": dict(args)}
     (output_dir / "args.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+
+def git_commit() -> str | None:
+    """The commit of this repository; None where it is no repository."""
+    git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
 
 
 def make_folder(folder: Path) -> None:
@@ -85,6 +95,47 @@ def write_outputs(folder: Path, step: int, rank: int, outputs: Sequence[Mapping[
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{i}.{name}": tensor.cpu() for i, output in enumerate(outputs) for name, tensor in output.items()}
     save_file(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
+
+
+def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) -> None:
+    """README.md of a finished LoRA run: base model, first and last rewards, commit, options, how to load it. Paths of
+    this machine are left out: a card is there to be uploaded."""
+    model = args["pretrained_model_name_or_path"]
+    on_hub = model is not None and not Path(model).exists()
+    model = Path(model or "demo_pipeline").name if not on_hub else model
+    data = ModelCardData(
+        base_model=model if on_hub else None,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["lora", "qwen-image", "reinforcement-learning", algorithm.lower()],
+    )
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    names = sorted({n for line in lines for n in line if n.startswith("eval/") or n == "rollout/reward_mean"})
+    table = ["| mean reward | first | last |", "|---|---|---|"] if names else []
+    for name in names:
+        values = [line[name] for line in lines if name in line]
+        table.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} |")
+    options = {n: v for n, v in sorted(args.items()) if v is not None and n not in PATH_OPTIONS}
+    text = f"""# LoRA for {model}, trained with {algorithm}
+
+{max(line["step"] for line in lines)} optimizer steps. Git commit of the code: {git_commit() or "unknown"}.
+
+{chr(10).join(table)}
+
+```python
+from diffusers import QwenImagePipeline
+
+pipe = QwenImagePipeline.from_pretrained("{model}")
+pipe.load_lora_weights("this folder or repository")
+```
+
+Options:
+
+```json
+{json.dumps(options, indent=1)}
+```
+"""
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(output_dir / "README.md")
 
 
 def trajectory_folder(output_dir: Path, epoch: int) -> Path:

@@ -1025,6 +1025,7 @@ def main(args: argparse.Namespace) -> None:
         state_dict = sharding.gather_adapter(policy.transformer)
         if accelerator.is_main_process:
             qwen_image.export_lora(output_dir, state_dict, export_config)
+            run_folder.write_model_card(output_dir, "FlowGRPO", vars(args))
     else:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
     (output_dir / "STOP").unlink(missing_ok=True)

@@ -1090,6 +1090,7 @@ def main(args: argparse.Namespace) -> None:
         state_dict = sharding.gather_adapter(policy.transformer)
         if accelerator.is_main_process:
             qwen_image.export_lora(output_dir, state_dict, export_config)
+            run_folder.write_model_card(output_dir, "DiffusionNFT", vars(args))
         if args.export_old_policy:
             state_dict = sharding.gather_adapter(policy.transformer, "old")
             if accelerator.is_main_process:

@@ -255,6 +255,13 @@ CASES = {
         model(lambda m: edit_tensors(m / TRANSFORMER, lambda t: {n: v.to(torch.int8) for n, v in t.items()})),
         "in I8",
     ),
+    "transformer with guidance": (
+        ALL, model(lambda m: edit_json(m / "transformer/config.json", guidance_embeds=True)),
+        "guidance_embeds True, these scripts need False",
+    ),
+    "transformer of other latents": (
+        BOTH, model(lambda m: edit_json(m / "transformer/config.json", in_channels=128)), "in_channels 128",
+    ),
     "transformer config cut": (ALL, model(lambda m: cut(m / "transformer/config.json")), "config.json is not json"),
     "transformer config with words": (
         ALL, model(lambda m: edit_json(m / "transformer/config.json", num_layers="two")), "describes no QwenImage"

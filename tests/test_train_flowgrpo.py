@@ -10,7 +10,15 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 from safetensors.torch import load_file
-from script_runs import PROMPTS, SMALL, adapter_bytes, metrics_of, options_of, reset_accelerate, values_of
+from script_runs import (
+    PROMPTS,
+    SMALL,
+    adapter_bytes,
+    metrics_of,
+    options_of,
+    reset_accelerate,
+    values_of,
+)
 from script_runs import run as run_any
 
 import rollout
@@ -465,6 +473,16 @@ def test_another_pipeline_class_is_refused(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text('{"_class_name": "QwenImageEditPipeline"}')
     assert run_folder.run_script(lambda: run(tmp_path / "run", tmp_path)) == 2
     assert "is a QwenImageEditPipeline" in capsys.readouterr().err
+
+
+def test_a_relative_of_other_sizes_trains(tmp_path):
+    """Layers, heads and widths are read from the model."""
+    tiny_pipeline(1, num_layers=3, num_attention_heads=1, text_width=64, vae_base_dim=16).save_pretrained(
+        tmp_path / "m"
+    )
+    folder = run(tmp_path / "run", tmp_path / "m", num_train_epochs=1, eval_epochs=0)
+    deviations = values_of(folder, "train/ratio_max_dev")
+    assert deviations[0] == 0 < deviations[1]
 
 
 def test_a_clip_range_from_language_models_is_warned_about(tmp_path, tiny_pipeline_folder, capsys):
