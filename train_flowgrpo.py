@@ -63,7 +63,7 @@ NEEDS_OLD_MEAN = ("grpo_guard", "flow_dppo")  # losses that compare with the rol
 ADAPTERS = ("default",)  # of a checkpoint
 STATE_KINDS: dict[str, type] = {}  # what its state.json holds besides the counters of both scripts
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
 FORWARD_FIELDS = FLOWGRPO_FIELDS._replace(per_step={"all_latents": 2, "sigmas": 2, "all_timesteps": 1})
 # What a cache must hold before a model is loaded, and what it may.
@@ -909,7 +909,9 @@ def main(args: argparse.Namespace) -> None:
     accelerator.wait_for_everyone()
     output_dir.mkdir(parents=True, exist_ok=True)  # by every rank: it may be on each node's own disk
     if args.report_to != "none":
-        accelerator.init_trackers("flowgrpo", config={name: str(value) for name, value in vars(args).items()})
+        options = {name: str(value) for name, value in vars(args).items()}
+        named = {"wandb": {"name": output_dir.name, "dir": str(output_dir)}, "trackio": {"name": output_dir.name}}
+        accelerator.init_trackers("flowgrpo", config=options, init_kwargs=named)
 
     # N samples of an epoch in U x K batches of B, of which a rank owns every world_size-th column: see prompts.py.
     num_epochs = args.num_train_epochs if inputs.cache is None else 1
@@ -962,7 +964,7 @@ def main(args: argparse.Namespace) -> None:
         if accelerator.is_main_process:
             run_folder.append_metrics(output_dir, {"epoch": epoch, "step": global_step, **metrics})
         if args.report_to != "none":
-            accelerator.log(dict(metrics), step=global_step)
+            accelerator.log({"epoch": epoch, **metrics}, step=global_step)
 
     if inputs.eval_prompts and inputs.state is None:
         log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))

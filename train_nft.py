@@ -76,7 +76,7 @@ STATE_KINDS: dict[str, type] = {
     "old_is_current": bool
 }  # what its state.json holds besides the counters of both scripts
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "swanlab")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 ROLLOUT_FIELDS = ("latents_clean",)
 CACHED_FIELDS = StepFields(shared=(*CONDITIONS, "latents_clean"), per_step={}, optional=NFT_FIELDS.optional)
 # First words of the streams of random numbers of an update; rollout.py's begin with the run's seed alone.
@@ -952,7 +952,9 @@ def main(args: argparse.Namespace) -> None:
     accelerator.wait_for_everyone()
     output_dir.mkdir(parents=True, exist_ok=True)  # by every rank: it may be on each node's own disk
     if args.report_to != "none":
-        accelerator.init_trackers("nft", config={name: str(value) for name, value in vars(args).items()})
+        options = {name: str(value) for name, value in vars(args).items()}
+        named = {"wandb": {"name": output_dir.name, "dir": str(output_dir)}, "trackio": {"name": output_dir.name}}
+        accelerator.init_trackers("nft", config=options, init_kwargs=named)
 
     # N samples of an epoch in U x K batches of B, of which a rank owns every world_size-th column: see prompts.py.
     num_epochs = args.num_train_epochs if inputs.cache is None else 1
@@ -1007,7 +1009,7 @@ def main(args: argparse.Namespace) -> None:
         if accelerator.is_main_process:
             run_folder.append_metrics(output_dir, {"epoch": epoch, "step": global_step, **metrics})
         if args.report_to != "none":
-            accelerator.log(dict(metrics), step=global_step)
+            accelerator.log({"epoch": epoch, **metrics}, step=global_step)
 
     if inputs.eval_prompts and inputs.state is None:
         log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))

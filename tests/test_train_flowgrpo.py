@@ -218,11 +218,6 @@ def test_dropped_groups_leave_the_gradient_of_the_rest(tmp_path, tiny_pipeline_f
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4)
 
 
-def test_tensorboard_is_written(tmp_path, tiny_pipeline_folder):
-    folder = run(tmp_path / "run", tiny_pipeline_folder, "--report_to", "tensorboard", "--num_train_epochs", "1")
-    assert list((folder / "logs").rglob("events.out.tfevents*"))
-
-
 REFUSALS = {
     "noise": (["--noise_level", "0"], "--noise_level 0.0"),
     "arithmetic": (["--num_prompts_per_epoch", "5", "--num_updates_per_epoch", "2"], "--num_prompts_per_epoch 4"),
@@ -240,7 +235,6 @@ REFUSALS = {
     "reward": (["--reward_funcs", "beauty"], "choose from"),
     "weights": (["--reward_weights", "1", "2"], "2 values for 1"),
     "prompts": (["--prompts", "nowhere.txt"], "nowhere.txt"),
-    "tracker": (["--report_to", "swanlab"], "pip install swanlab"),
     "batch": (["--train_batch_size", "0"], "--train_batch_size is 0"),
     "negative seed": (["--seed", "-1"], "--seed is -1"),
     "no checkpoint": (["--resume_from_checkpoint", "latest"], "no checkpoint"),
