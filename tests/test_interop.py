@@ -8,15 +8,15 @@ import json
 import re
 import shlex
 
-import example_cache
 import pytest
 import torch
+import write_cache
 import yaml
 from diffusers import QwenImagePipeline
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from script_runs import run, values_of
+from script_runs import metrics_of, run, values_of
 
 import export_peft
 import run_folder
@@ -86,6 +86,14 @@ def test_the_exported_file_loads_with_peft_alone(finished, expected, tiny_pipeli
     torch.testing.assert_close(velocity(transformer), expected, rtol=0, atol=1e-6)
 
 
+def test_every_metric_is_in_the_glossary(finished):
+    glossary = (train_flowgrpo.HERE / "README.md").read_text().split("## Metrics")[1].split("## ")[0]
+    for line in metrics_of(finished):
+        for name in line.keys() - {"epoch", "step", "eval/jpeg_compressibility"}:
+            words = name.split("/")[1].replace("jpeg_compressibility", "`<reward>`")
+            assert re.search(rf"(?<![\w`]){re.escape(words)}(?!\w)", glossary), name
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path, capsys):
     assert run_folder.run_script(lambda: export_peft.main([str(tmp_path)])) == 2
     assert "holds no pytorch_lora_weights.safetensors" in capsys.readouterr().err
@@ -118,10 +126,10 @@ def test_the_card_names_a_model_of_the_hub(tmp_path):
 def test_a_cache_from_plain_tensors_is_checked_and_trains(tmp_path, monkeypatch, capsys):
     """The commands in the example's docstring, in this process."""
     torch.manual_seed(0)
-    example_cache.write_example(tmp_path / "foreign", train_flowgrpo.HERE / "assets/demo_pipeline")
+    write_cache.write_example(tmp_path / "foreign", train_flowgrpo.HERE / "assets/demo_pipeline")
     assert trajectory_cache.main([str(tmp_path / "foreign")]) == 0
     assert "all checksums agree" in capsys.readouterr().out
-    command = re.search(r"train_flowgrpo.py (.*)", example_cache.__doc__).group(1)
+    command = re.search(r"train_flowgrpo.py (.*)", write_cache.__doc__).group(1)
     options = shlex.split(command.replace("caches/foreign", str(tmp_path / "foreign")))
     train_flowgrpo.main(train_flowgrpo.parse_args([*options, "--output_dir", str(tmp_path / "run")]))
     assert values_of(tmp_path / "run", "train/ratio_max_dev")[0] == 0

@@ -1,6 +1,7 @@
 """Every command of the README parses, and every option is explained: python -m pytest tests/test_readme.py"""
 
 import argparse
+import inspect
 import re
 import shlex
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from script_runs import options_of
 
 import rollout
@@ -32,7 +34,7 @@ def test_commands_parse(command):
     words = shlex.split(command)
     scripts = [word for word in words if word.endswith(".py") and word in SCRIPTS]
     for word in words:
-        if word.startswith(("accelerate_configs/", "assets/", "requirements")):
+        if word.startswith(("accelerate_configs/", "assets/", "examples/", "benchmarks/", "requirements")):
             assert (ROOT / word).exists(), word
     if scripts:
         SCRIPTS[scripts[0]].parse_args(words[words.index(scripts[0]) + 1 :])
@@ -70,6 +72,23 @@ def test_no_flag_means_no_staging(tmp_path):
         banners.append(next(line for line in result.stdout.splitlines() if line.startswith("timestep staging")))
     assert banners[0].split()[2] == "off;"
     assert banners[1].split()[2] == "on;"
+
+
+def test_the_recipe_of_another_loss():
+    """At v = v_old: -A, and the gradient A (v - target), here with target (.3, .4) and v (.1, .4)."""
+    (recipe,) = re.findall(r"```python\n(def nft_loss.*?)```", README, re.DOTALL)
+    scope = {"torch": torch}
+    exec(recipe, scope)
+    signatures = [inspect.signature(loss) for loss in (scope["nft_loss"], train_nft.nft_loss)]
+    assert list(signatures[0].parameters) == list(signatures[1].parameters)
+    x0, noise, velocity = (torch.tensor([[value]] * 3) for value in ([0.2, -0.3], [0.5, 0.1], [0.1, 0.4]))
+    velocity.requires_grad_()
+    probability = torch.tensor([1.0, 0.0, 0.5])
+    inputs = velocity, velocity.detach(), x0, 0.4 * x0 + 0.6 * noise, torch.full((3, 1, 1), 0.6), probability
+    losses = scope["nft_loss"](*inputs, nft_beta=0.1, adv_clip_max=5.0)
+    losses.sum().backward()
+    torch.testing.assert_close(losses.detach(), torch.tensor([-5.0, 5.0, 0.0]))
+    torch.testing.assert_close(velocity.grad[:, 0], torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]))
 
 
 def test_the_check_command_of_the_readme_exists():

@@ -1,8 +1,10 @@
-"""A trajectory cache from plain tensors, as another rollout engine would write it; the numbers here are random.
+"""A trajectory cache from plain tensors, as another rollout engine would write it.
 
-python assets/example_cache.py caches/foreign
-python trajectory_cache.py caches/foreign
-accelerate launch train_flowgrpo.py --trajectory_cache caches/foreign --train_batch_size 4
+    python examples/write_cache.py caches/foreign
+    python trajectory_cache.py caches/foreign
+    accelerate launch train_flowgrpo.py --trajectory_cache caches/foreign --train_batch_size 4
+
+The numbers are random here: put your engine's in their place.
 """
 
 import sys
@@ -39,4 +41,4 @@ def write_example(folder: Path, model: Path, *, prompts: int = 2, images: int = 
 
 
 if __name__ == "__main__":
-    write_example(Path(sys.argv[1]), Path(__file__).resolve().parent / "demo_pipeline")
+    write_example(Path(sys.argv[1]), Path(__file__).resolve().parent.parent / "assets/demo_pipeline")
