@@ -2,19 +2,24 @@
 
 A reward is a function (images, prompts, metadata) -> B numbers: images (B, 3, H, W) fp32 in [0, 1] on the CPU, prompts
 a list of B strings, metadata a list of B dicts (what the prompt file holds besides the prompt). Add your own to
-REWARDS, or name it `path/to/module.py:function`.
+REWARDS, or name it `path/to/module.py:function`. Those that need a package, a model or a server are in
+reward_models.py. A Scorer runs several of them, in worker processes if asked to.
 """
 
-import importlib.util
 import io
+import multiprocessing
 import re
-import sys
+import signal
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +27,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from reward_models import LOADED_REWARDS, Reward, RewardFunction, load_function, quoted_text, to_pil
+
 LARGEST = 1e30  # of a reward and of a weight: spreads are squares, which must stay numbers
-RewardFunction = Callable[[Tensor, list[str], list[dict[str, Any]]], Sequence[float] | Tensor]
-
-
-def to_pil(image: Tensor) -> Image.Image:
-    """(3, H, W) in [0, 1] to an 8-bit RGB picture."""
-    return Image.fromarray((image * 255).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().contiguous().numpy())
 
 
 def jpeg_incompressibility(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
@@ -99,21 +100,26 @@ def glyph_correlations(ink: Tensor, length: int) -> Tensor:
     return torch.stack(correlations)
 
 
+def glyph_text(prompt: str) -> str:
+    """The text that glyph_match looks for. Raises ValueError for a prompt without one that it knows."""
+    text = re.search(r'"([0-9A-Z]{1,3})"', prompt)
+    if text is None:
+        raise ValueError(f"glyph_match needs 1 to 3 of 0-9 and A-Z in double quotes, not the prompt {prompt!r}")
+    return text[1]
+
+
 def glyph_match(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
     """How well each picture (B, 3, H, W in [0, 1]) shows the quoted text: (B,) in [0, 1], mean over characters.
 
     A character's part is its legibility (correlation with the wanted glyph, 0 at 0.4, 1 from 0.9 on) times its
     probability among all 36 glyphs, so it rises smoothly both as the shape sharpens and as it beats its rivals.
     """
-    texts = [re.search(r'"([0-9A-Z]{1,3})"', prompt) for prompt in prompts]
-    for prompt, text in zip(prompts, texts, strict=True):
-        if text is None:
-            raise ValueError(f"glyph_match needs 1 to 3 of 0-9 and A-Z in double quotes, not the prompt {prompt}")
+    texts = [glyph_text(prompt) for prompt in prompts]
     images = interpolate(images.float(), size=(64, 64), mode="bilinear", antialias=True)
     rewards = []
     for ink, text in zip(1 - images.amin(1), texts, strict=True):  # coloured ink is dark in at least one channel
-        correlations = glyph_correlations(ink, len(text[1]))
-        wanted = torch.tensor([GLYPHS.index(character) for character in text[1]])[:, None]
+        correlations = glyph_correlations(ink, len(text))
+        wanted = torch.tensor([GLYPHS.index(character) for character in text])[:, None]
         legibility = ((correlations.gather(1, wanted) - 0.4) / 0.5).clamp(0, 1)
         rewards.append((legibility * (correlations / 0.015).softmax(1).gather(1, wanted)).mean())
     return torch.stack(rewards)
@@ -133,33 +139,24 @@ REWARDS: dict[str, RewardFunction] = {
     "jpeg_incompressibility": jpeg_incompressibility,
 }
 
-
-@lru_cache
-def load_module(path: str) -> ModuleType:
-    """Import a file once, whatever number of its functions is asked for."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+# Rewards that look for a text, and the function that finds it in a prompt or raises ValueError.
+TEXT_REWARDS = {"glyph_match": glyph_text, "glyph_accuracy": glyph_text, "ocr": quoted_text}
 
 
-def load_reward(name: str) -> RewardFunction:
-    """A reward by its name in REWARDS, or `path/to/module.py:function`. Raises ValueError that lists the names."""
+def load_reward(name: str) -> Reward:
+    """A reward by its name in REWARDS, with its option after a colon if it takes one, or `path/to/module.py:function`.
+
+    Raises ValueError that lists the names. A model is loaded on the CPU: check_rewards comes first.
+    """
     if name in REWARDS:
-        return REWARDS[name]
-    path, colon, function_name = name.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise ValueError(f"reward {name!r} is unknown: choose from {', '.join(REWARDS)}, or module.py:function")
-    if not Path(path).is_file():
-        raise ValueError(f"reward {name!r}: there is no file {path}")
-    try:
-        module = load_module(str(Path(path).resolve()))
-    except (Exception, SystemExit) as error:  # it is the user's file: whatever it raises, say whose it was
-        raise ValueError(f"reward {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
-    if not callable(vars(module).get(function_name)):
-        raise ValueError(f"reward {name!r}: {path} defines no function {function_name}")
-    return vars(module)[function_name]
+        return Reward(REWARDS[name])
+    kind, _, option = name.partition(":")
+    if kind in LOADED_REWARDS:
+        return LOADED_REWARDS[kind][1](option)
+    if not name.rpartition(":")[0].endswith(".py"):
+        known = ", ".join((*REWARDS, *LOADED_REWARDS))
+        raise ValueError(f"reward {name!r} is unknown: choose from {known}, or module.py:function")
+    return Reward(load_function(name))
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None:
@@ -172,6 +169,32 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None
         raise ValueError(f"--reward_weights has {len(weights)} values for {len(names)} --reward_funcs")
     if not (all(abs(weight) <= LARGEST for weight in weights) and any(weights)):  # NaN compares false
         raise ValueError(f"--reward_weights are {list(weights)}: give numbers up to {LARGEST:.0e} that are not all 0")
+
+
+def check_rewards(names: Sequence[str]) -> dict[str, str]:
+    """Find, before any model is loaded, what a reward lacks to run. Raises ValueError.
+
+    Returns the names by the label of their metrics: what stands before an option's colon, if no other reward has it.
+    """
+    kinds = [name.partition(":")[0] for name in names]
+    labels = {}
+    for name, kind in zip(names, kinds, strict=True):
+        if kind in LOADED_REWARDS:
+            LOADED_REWARDS[kind][0](name.partition(":")[2])
+        else:
+            load_reward(name)
+        labels[kind if kind in LOADED_REWARDS and kinds.count(kind) == 1 else name] = name
+    return labels
+
+
+def check_reward_prompts(names: Sequence[str], prompts: Sequence[Mapping[str, Any]], option: str) -> None:
+    """Find prompts that a reward cannot use, before any model is loaded. option: where they come from."""
+    for name in names:
+        for number, row in enumerate(prompts if name in TEXT_REWARDS else (), start=1):
+            try:
+                TEXT_REWARDS[name](row["prompt"])
+            except ValueError as error:
+                raise ValueError(f"{option}, prompt {number}: {error}; change the prompt or the reward") from error
 
 
 def score_images(
@@ -211,6 +234,197 @@ def score_images(
                 )
             scores.setdefault(name, []).append(float(number))
     return scores
+
+
+class Worker(NamedTuple):
+    """A process that scores, and our end of the pipe to it."""
+
+    process: BaseProcess
+    connection: Connection
+
+
+START_TIMEOUT = 600.0  # seconds for a worker to import and to load its models
+
+
+class Scorer:
+    """Several rewards over many batches: submit them one by one, then ask for the results, in the same order.
+
+    Without workers a batch is scored when it is submitted. With them it is sent to one and the caller goes on, or
+    waits where every worker is busy. A worker loads all rewards; their models are on the device between to(device) and
+    to("cpu"). Any failure raises ValueError that names reward and samples.
+    """
+
+    def __init__(self, rewards: Mapping[str, str | RewardFunction], *, num_workers: int = 0, timeout: float = 600.0):
+        """rewards: by label, a name for load_reward or a function (of a module, where workers must find it)."""
+        self.timeout, self.seconds_waited = timeout, 0.0
+        self.workers, self.started = [], False
+        self.submitted = 0
+        self.waiting: deque[tuple[Worker, str]] = deque()
+        self.finished: list[dict[str, list[float]]] = []
+        self.loaded = {} if num_workers else load_rewards(rewards)
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads and CUDA's state
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve_scores, args=(theirs, dict(rewards)), daemon=True)
+            process.start()
+            theirs.close()  # so that a worker that dies closes the pipe
+            self.workers.append(Worker(process, ours))
+
+    def to(self, device: torch.device | str, labels: Sequence[str]) -> None:
+        """Move the models of these rewards, after all that was submitted; returns when they are there."""
+        self.finish()
+        move_models(self.loaded, labels, device)
+        for worker in self.workers:
+            self.send(worker, ("to", str(device), list(labels)), "while models were moved")
+        self.finish(keep=False)
+
+    def submit(
+        self,
+        labels: Sequence[str],
+        images: Tensor,
+        prompts: list[str],
+        metadata: list[dict[str, Any]],
+        sample_indices: Sequence[int],
+    ) -> None:
+        """Score one batch with the rewards of these labels, now or in a worker. images (B, 3, H, W) on the CPU."""
+        images = images.contiguous()  # as a worker receives them: the order of a sum depends on it
+        if not self.workers:
+            started = time.perf_counter()
+            rewards = {label: self.loaded[label].score for label in labels}
+            self.finished.append(score_images(rewards, images, prompts, metadata, sample_indices))
+            self.seconds_waited += time.perf_counter() - started
+            return
+        if len(self.waiting) == len(self.workers):  # the oldest is the one whose turn it is
+            self.receive()
+        task = ("score", list(labels), images.numpy(), prompts, metadata, list(sample_indices))
+        worker = self.workers[self.submitted % len(self.workers)]
+        self.submitted += 1
+        self.send(worker, task, f"{', '.join(labels)} on samples {sample_indices[0]} to {sample_indices[-1]}")
+
+    def results(self) -> dict[str, list[float]]:
+        """The values of all batches since the last call, by label, in order."""
+        self.finish()
+        scores, self.finished = self.finished, []
+        return {
+            label: [value for batch in scores for value in batch[label]] for label in (scores[0] if scores else ())
+        }
+
+    def finish(self, *, keep: bool = True) -> None:
+        """Wait for every worker's answer."""
+        while self.waiting:
+            self.receive(keep=keep)
+
+    def send(self, worker: Worker, task: tuple, what: str) -> None:
+        """Give an idle worker something to do."""
+        if not self.started:
+            self.started = True
+            for number, each in enumerate(self.workers):
+                self.wait_for(each, f"worker {number} while loading the rewards", START_TIMEOUT)
+        with suppress(OSError):  # it is dead: receive says so
+            worker.connection.send(task)
+        self.waiting.append((worker, what))
+
+    def receive(self, *, keep: bool = True) -> None:
+        """Wait for the oldest answer that is due."""
+        worker, what = self.waiting.popleft()
+        scores = self.wait_for(worker, what, self.timeout)
+        if keep:
+            self.finished.append(scores)
+
+    def wait_for(self, worker: Worker, what: str, timeout: float) -> Any:
+        """A worker's next answer. Raises ValueError for its error, its death, or no answer in time."""
+        started = time.perf_counter()
+        try:
+            if not worker.connection.poll(timeout):
+                worker.process.kill()
+                raise ValueError(f"reward {what}: no answer within {timeout:g} s; mend it or raise --reward_timeout")
+            kind, value = worker.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            worker.process.join(10)
+            code = worker.process.exitcode
+            raise ValueError(f"reward {what}: its worker ended with exit code {code}, see above") from error
+        finally:
+            self.seconds_waited += time.perf_counter() - started
+        if kind == "error":
+            raise ValueError(value)
+        return value
+
+    def take_seconds_waited(self) -> float:
+        """How long the caller was kept waiting for scores since the last call."""
+        seconds, self.seconds_waited = self.seconds_waited, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """End the workers; they also end with this process."""
+        for worker in self.workers:
+            worker.connection.close()
+            worker.process.join(10)
+            worker.process.kill()
+
+
+def load_rewards(rewards: Mapping[str, str | RewardFunction]) -> dict[str, Reward]:
+    """Rewards by label from names or functions."""
+    return {label: Reward(name) if callable(name) else load_reward(name) for label, name in rewards.items()}
+
+
+def move_models(rewards: Mapping[str, Reward], labels: Sequence[str], device: torch.device | str) -> None:
+    """Put the models of the rewards of these labels on a device."""
+    for label, reward in rewards.items():
+        if label in labels and reward.model is not None:
+            reward.model.to(device)
+
+
+def serve_scores(connection: Connection, names: Mapping[str, str | RewardFunction]) -> None:
+    """What a worker process does: load the rewards, then answer each task with ("ok", value) or ("error", text)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training script's to answer
+    torch.set_num_threads(1)  # there is one worker a batch
+    answer: tuple[str, Any]
+    try:
+        rewards = load_rewards(names)
+        answer = "ok", None
+    except ValueError as error:
+        answer = "error", str(error)
+    while True:
+        try:
+            connection.send(answer)
+            kind, *task = connection.recv()
+        except (EOFError, OSError):  # the script has ended
+            return
+        answer = "ok", None
+        try:
+            if kind == "to":
+                device, labels = task
+                move_models(rewards, labels, device)
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # another process wants that memory now
+            else:
+                labels, images, *rows = task
+                functions = {label: rewards[label].score for label in labels}
+                answer = "ok", score_images(functions, torch.from_numpy(images), *rows)
+        except ValueError as error:
+            answer = "error", str(error)
+
+
+# ----- Advantages --------------------------------------------------------------------------------------------------
+
+AGGREGATIONS = ("sum", "gdpo")
+
+
+def combine_rewards(
+    table: Tensor, weights: Tensor, prompt_ids: Tensor, *, aggregation: str, global_std: bool
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum (N,) float64 of R rewards (N, R), weights (R,), and the advantages (N,) fp32.
+
+    "sum" normalises the sum. "gdpo" (arXiv 2601.05242) normalises each reward in its groups by the group's own std,
+    adds them by weight and divides by the std of all samples: a reward of small spread keeps its say. The paper's
+    mean over all samples is 0 already.
+    """
+    totals = table.double() @ weights.double()
+    if aggregation == "sum":
+        return totals, group_advantages(totals, prompt_ids, global_std=global_std)
+    each = [group_advantages(column, prompt_ids, global_std=False).double() for column in table.T]
+    combined = torch.stack(each, dim=1) @ weights.double()
+    return totals, (combined / (combined.std(correction=0) + 1e-4)).float()
 
 
 def group_advantages(rewards: Tensor, prompt_ids: Tensor, *, global_std: bool, eps: float = 1e-4) -> Tensor:

@@ -49,7 +49,16 @@ from qwen_image import (
     seeded_noise,
     transformer_fingerprint,
 )
-from rewards import LARGEST, RewardFunction, check_weights, group_advantages, load_reward, score_images, to_pil
+from rewards import (
+    AGGREGATIONS,
+    LARGEST,
+    Scorer,
+    check_reward_prompts,
+    check_rewards,
+    check_weights,
+    combine_rewards,
+    to_pil,
+)
 from run_folder import make_folder, run_script
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
@@ -255,7 +264,8 @@ def write_rollout(
     embeddings: Mapping[int, Tensor],
     negative: Tensor | None,
     vae: torch.nn.Module,
-    rewards: Mapping[str, RewardFunction],
+    scorer: Scorer,
+    rewards: Sequence[str],
     sigmas: Tensor,
     height: int,
     width: int,
@@ -267,14 +277,14 @@ def write_rollout(
     solver: str = "euler",
     show_progress: bool = False,
 ) -> Tensor:
-    """Sample one rank's batches, write its trajectories and prompts tables, and return their rewards (n, R) float64.
+    """Sample one rank's batches, write its trajectories and prompts tables, and return their rewards (n, R) float64,
+    those of the scorer's that `rewards` names; with workers, images are scored while the next ones are sampled.
 
     batches lists the epoch's sample numbers of each batch; prompt_ids gives the prompt of every sample of the epoch;
     seed_words is (seed, epoch). predict(latents, timesteps, **conditions) is the policy; `fields` are kept on disk.
     """
     device = next(vae.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)  # by every rank: the folder may be on each node's own disk
-    scores: dict[str, list[float]] = {name: [] for name in rewards}
     used = sorted({prompt_ids[sample] for batch in batches for sample in batch})
     with table_writer(folder / f"prompts-{shard:05d}.arrow") as write:
         if negative is not None:
@@ -303,12 +313,11 @@ def write_rollout(
             )
             images = decode_latents(vae, trajectories["latents_clean"].to(device), height=height, width=width).cpu()
             texts = [prompts[prompt_id]["prompt"] for prompt_id in ids]
-            for name, values in score_images(rewards, images, texts, [dict(prompts[i]) for i in ids], batch).items():
-                scores[name] += values
+            scorer.submit(rewards, images, texts, [dict(prompts[i]) for i in ids], batch)
             for row, (sample, prompt_id) in enumerate(zip(batch, ids, strict=True)):
                 plain = {"sample_index": sample, "prompt_id": prompt_id}
                 write(plain | {name: trajectories[name][row] for name in fields})
-    return torch.tensor(list(scores.values()), dtype=torch.float64).T
+    return torch.tensor(list(scorer.results().values()), dtype=torch.float64).T
 
 
 @torch.no_grad()
@@ -319,7 +328,8 @@ def sample_evaluation(
     embeddings: Mapping[int, Tensor],
     negative: Tensor | None,
     vae: torch.nn.Module,
-    rewards: Mapping[str, RewardFunction],
+    scorer: Scorer,
+    rewards: Sequence[str],
     sigmas: Tensor,
     height: int,
     width: int,
@@ -333,6 +343,7 @@ def sample_evaluation(
     over ranks completes them."""
     device, num_images = next(vae.parameters()).device, len(prompts)
     scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
+    own_samples = []
     stride = max(1, num_images // 16)
     grid = torch.zeros(min(16, num_images), 3, height, width, dtype=torch.uint8)
     for first in range(
@@ -357,11 +368,13 @@ def sample_evaluation(
         if not samples:
             continue
         rows = [dict(prompts[sample]) for sample in samples]
-        values = score_images(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
-        scores[samples] = torch.tensor(list(values.values()), dtype=torch.float64).T
+        scorer.submit(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
+        own_samples += samples
         for sample, image in zip(samples, images, strict=False):
             if sample % stride == 0 and sample // stride < len(grid):
                 grid[sample // stride] = (image * 255).round().byte()
+    if own_samples:
+        scores[own_samples] = torch.tensor(list(scorer.results().values()), dtype=torch.float64).T
     return scores, grid
 
 
@@ -671,8 +684,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
 
     add = parser.add_argument_group("reward and output").add_argument
-    add("--reward_funcs", nargs="+", required=True, help="names in rewards.py or module.py:function")
+    add(
+        "--reward_funcs",
+        nargs="+",
+        required=True,
+        help="names, with their option as name:option, or module.py:function",
+    )
     add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
+    add(
+        "--reward_aggregation",
+        choices=AGGREGATIONS,
+        default="sum",
+        help="normalise the sum, or each reward first (GDPO)",
+    )
+    add("--reward_workers", type=int, default=0, help="processes that score while the next batch is sampled; 0: none")
+    add("--reward_timeout", type=float, default=600.0, help="seconds that a worker may take for a batch")
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
     add("--keep_prev_sample_mean", action="store_true", help="keep what grpo_guard and flow_dppo compare with")
     add("--output_dir", required=True, help="the cache's folder; it must not exist")
@@ -684,7 +710,7 @@ def main(args: argparse.Namespace) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_supported(os.environ)
     sizes = ("num_prompts_per_epoch", "num_images_per_prompt", "train_batch_size", "max_sequence_length")
-    check_numbers(vars(args), above_zero=sizes, not_negative=("epoch",))
+    check_numbers(vars(args), above_zero=(*sizes, "reward_timeout"), not_negative=("epoch", "reward_workers"))
     check_weights(args.reward_funcs, args.reward_weights)
     check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     check_sde_window(
@@ -703,7 +729,8 @@ def main(args: argparse.Namespace) -> None:
     if any(folder.glob("manifest-*.json")):
         raise ValueError(f"--output_dir {folder} holds a cache already: name another folder, or delete it")
     prompts = load_prompts(args.prompts, column=args.prompt_column)
-    rewards = {name: load_reward(name) for name in args.reward_funcs}
+    rewards = check_rewards(args.reward_funcs)
+    check_reward_prompts(args.reward_funcs, prompts, "--prompts")
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
     subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
     model_folder = local_pipeline_folder(
@@ -727,6 +754,7 @@ def main(args: argparse.Namespace) -> None:
         schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
     )  # fmt: skip
     make_folder(folder)
+    scorer = Scorer(rewards, num_workers=args.reward_workers, timeout=args.reward_timeout)
     with tempfile.TemporaryDirectory(dir=folder, prefix="scratch-") as scratch:
         transformer, sampling = load_models(
             model_folder,
@@ -755,6 +783,7 @@ def main(args: argparse.Namespace) -> None:
         )
         fields = ["all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs", "latents_clean"]
         sampling.vae.to(device)
+        scorer.to(device, list(rewards))
         scores = write_rollout(
             predict,
             folder=folder,
@@ -765,7 +794,8 @@ def main(args: argparse.Namespace) -> None:
             embeddings=sampling.embeddings,
             negative=sampling.negative,
             vae=sampling.vae,
-            rewards=rewards,
+            scorer=scorer,
+            rewards=list(rewards),
             sigmas=sigmas,
             sde_window=window,
             sde_type=args.sde_type,
@@ -775,11 +805,12 @@ def main(args: argparse.Namespace) -> None:
             show_progress=accelerator.is_local_main_process,
             **size,
         )
+    scorer.close()
     table = torch.zeros(len(prompt_ids), len(rewards), dtype=torch.float64)
     table[own_samples] = scores
     table = reduce_to_cpu(accelerator, table)
-    totals = table @ reward_weights
-    advantages = group_advantages(totals, torch.tensor(prompt_ids), global_std=args.global_std)
+    how = {"aggregation": args.reward_aggregation, "global_std": args.global_std}
+    totals, advantages = combine_rewards(table, reward_weights, torch.tensor(prompt_ids), **how)
     write_values(folder, rank, own_samples, prompt_ids, table, list(rewards), totals, advantages)
     facts = {
         "num_shards": world_size, "epoch": args.epoch, "seed": args.seed, "sde_window": window,

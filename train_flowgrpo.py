@@ -38,14 +38,23 @@ from tqdm.auto import tqdm
 
 import model_files
 import qwen_image
-import rewards as reward_functions
 import rollout
 import run_folder
 import sharding
 from prompts import batch_samples, check_batch_arithmetic, epoch_samples, fill_batches, load_prompts, rank_batches
 from prompts import update_plan as plan_updates
 from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, SDE_TYPES, get_sigmas, predict_velocity, sde_step_with_logprob
-from rewards import group_advantages, has_signal, reward_metrics
+from rewards import (
+    AGGREGATIONS,
+    Scorer,
+    check_reward_prompts,
+    check_rewards,
+    check_weights,
+    combine_rewards,
+    group_advantages,
+    has_signal,
+    reward_metrics,
+)
 from staging import (
     CONDITIONS,
     FLOWGRPO_FIELDS,
@@ -135,8 +144,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sde_window_stride", type=int, default=1, help="progressive: steps that it moves, up to the range's end")
 
     add = parser.add_argument_group("reward").add_argument
-    add("--reward_funcs", nargs="+", help="names in rewards.py or module.py:function")
+    add("--reward_funcs", nargs="+", help="names, with their option as name:option, or module.py:function")
     add("--reward_weights", nargs="+", type=float, help="one weight for each reward; default 1 each")
+    add(
+        "--reward_aggregation",
+        choices=AGGREGATIONS,
+        default="sum",
+        help="normalise the sum, or each reward first (GDPO)",
+    )
+    add("--reward_workers", type=int, default=0, help="processes that score while the next batch is sampled; 0: none")
+    add("--reward_timeout", type=float, default=600.0, help="seconds that a worker may take for a batch")
     add("--drop_zero_std_groups", action=flag, default=False, help="leave prompts whose rewards are all equal out")
     add("--global_std", action=flag, default=True, help="divide by the std of the whole epoch, not of each group")
 
@@ -193,12 +210,12 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
-        "checkpoints_total_limit",
+        "checkpoints_total_limit", "reward_timeout",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
         above_zero=above_zero,
-        not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps"),
+        not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps", "reward_workers"),
         may_be_infinite=("max_grad_norm", "clip_range", "adv_clip_max"),
     )
     if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
@@ -214,10 +231,15 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
-    reward_functions.check_weights(args.reward_funcs or [], args.reward_weights)
+    check_weights(args.reward_funcs or [], args.reward_weights)
     if args.report_to != "none" and find_spec(args.report_to) is None:
         raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
     if args.trajectory_cache is not None:
+        if args.reward_aggregation != "sum":
+            raise ValueError(
+                f"--reward_aggregation {args.reward_aggregation} with --trajectory_cache: a cache holds the weighted "
+                "sum; leave it out"
+            )
         return
     for name in ("prompts", "reward_funcs"):
         if not getattr(args, name):
@@ -521,8 +543,8 @@ class Inputs(NamedTuple):
     model_folder: Path
     prompts: list[dict[str, Any]]
     eval_prompts: list[dict[str, Any]]
-    rewards: dict[str, Callable]
-    eval_rewards: dict[str, Callable]  # those and the held-out ones
+    rewards: list[str]  # labels of those that are trained on
+    reward_names: dict[str, str]  # by label, of those and the held-out ones
     reward_weights: Tensor  # (R,) float64
     cache: TrajectoryCache | None  # of --trajectory_cache
     checkpoint: Path | None
@@ -546,9 +568,15 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         model_files.check_pipeline(model_folder, subfolders)
     if args.use_lora:
         qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
-    rewards = {name: reward_functions.load_reward(name) for name in args.reward_funcs or []}
-    eval_rewards = rewards | {name: reward_functions.load_reward(name) for name in args.eval_reward_funcs}
+    trained = args.reward_funcs or []
+    reward_names = check_rewards(list(dict.fromkeys([*trained, *args.eval_reward_funcs])))
     has_evaluation = online and args.eval_epochs and args.eval_prompts
+    prompts = load_prompts(args.prompts, column=args.prompt_column) if online else []
+    eval_prompts = []
+    if has_evaluation:
+        eval_prompts = load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
+    check_reward_prompts(trained, prompts, "--prompts")
+    check_reward_prompts(list(reward_names.values()), eval_prompts, "--eval_prompts")
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
         reads_values = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of a node reads every byte
@@ -577,13 +605,11 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
             model_files.check_checkpoint(checkpoint, ADAPTERS, shapes)
     return Inputs(
         model_folder=model_folder,
-        prompts=load_prompts(args.prompts, column=args.prompt_column) if online else [],
-        eval_prompts=load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
-        if has_evaluation
-        else [],
-        rewards=rewards,
-        eval_rewards=eval_rewards,
-        reward_weights=torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64),
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        rewards=[label for label, name in reward_names.items() if name in trained],
+        reward_names=reward_names,
+        reward_weights=torch.tensor(args.reward_weights or [1.0] * len(trained), dtype=torch.float64),
         cache=cache,
         checkpoint=checkpoint,
         state=state,
@@ -719,13 +745,14 @@ def roll_out(
     inputs: Inputs,
     policy: Policy,
     sampling: rollout.Sampling,
+    scorer: Scorer,
     facts: Mapping[str, Any],
     own_batches: Sequence[int],
     epoch: int,
 ) -> tuple[TrajectoryCache, Tensor, Tensor, dict[str, float]]:
     """Every rank samples its own batches and writes its own shard. facts: of cache_facts.
 
-    Returns this rank's cache, the weighted rewards (N,) and prompt ids (N,) of all ranks' samples, and metrics.
+    Returns this rank's cache, the advantages (N,) and prompt ids (N,) of all ranks' samples, and metrics.
     """
     rank, device = accelerator.process_index, accelerator.device
     folder = run_folder.trajectory_folder(Path(args.output_dir), epoch)
@@ -738,6 +765,7 @@ def roll_out(
     )
     batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
     sampling.vae.to(device)
+    scorer.to(device, inputs.rewards)
     scores = rollout.write_rollout(
         policy.predict,
         folder=folder,
@@ -748,6 +776,7 @@ def roll_out(
         embeddings=sampling.embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
+        scorer=scorer,
         rewards=inputs.rewards,
         sigmas=torch.tensor(facts["sigmas"]),
         height=args.resolution,
@@ -760,19 +789,21 @@ def roll_out(
         show_progress=accelerator.is_local_main_process,
     )
     sampling.vae.to("cpu")
+    scorer.to("cpu", inputs.rewards)
 
     # A prompt's group may be spread over ranks: every rank gets all rewards, by sample number.
     own_samples = [sample for batch in batches for sample in batch]
     table = torch.zeros(inputs.num_samples, len(inputs.rewards), dtype=torch.float64)
     table[own_samples] = scores
     table = sharding.reduce_to_cpu(accelerator, table)
-    rewards, groups = table @ inputs.reward_weights, torch.tensor(prompt_ids)
-    advantages = group_advantages(rewards, groups, global_std=args.global_std)
-    rollout.write_values(folder, rank, own_samples, prompt_ids, table, list(inputs.rewards), rewards, advantages)
+    groups, how = torch.tensor(prompt_ids), {"aggregation": args.reward_aggregation, "global_std": args.global_std}
+    rewards, advantages = combine_rewards(table, inputs.reward_weights, groups, **how)
+    rollout.write_values(folder, rank, own_samples, prompt_ids, table, inputs.rewards, rewards, advantages)
     shard_facts = {"num_shards": accelerator.num_processes, "epoch": epoch, "seed": args.seed, "sde_window": window}
     write_manifest(folder, rank, shard_facts | dict(facts))
     cache = open_cache(folder, shards=[rank], verify_checksums=args.verify_cache)
-    return cache, rewards, groups, reward_metrics(table, list(inputs.rewards), rewards, groups)
+    metrics = reward_metrics(table, inputs.rewards, rewards, groups)
+    return cache, advantages, groups, metrics | {"time/reward_wait_s": scorer.take_seconds_waited()}
 
 
 def update_policy(
@@ -780,19 +811,18 @@ def update_policy(
     accelerator: Accelerator,
     policy: Policy,
     cache: TrajectoryCache,
-    rewards: Tensor,
+    advantages: Tensor,
     groups: Tensor,
     own_batches: Sequence[int],
     epoch: int,
 ) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
-    """All updates of an epoch, one timestep of one micro-batch after the other. rewards, groups (N,).
+    """All updates of an epoch, one timestep of one micro-batch after the other. advantages, groups (N,).
 
     Yields each update's metrics and kept outputs.
     """
     size, num_updates = args.train_batch_size, args.num_updates_per_epoch
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    advantages = group_advantages(rewards, groups, global_std=args.global_std)
-    signal_of = has_signal(rewards, groups)
+    signal_of = has_signal(advantages, groups)  # a group without spread has advantages of exactly 0
     row_of = {sample: row for row, sample in enumerate(cache.sample_indices)}
 
     def micro_batch(batch: int) -> dict[str, Any]:
@@ -811,7 +841,7 @@ def update_policy(
             outputs = forward_only(args, policy.predict, micro_batch(batch), accelerator.device)
             recomputed[batch] = {name: outputs[key] for key, name in missing.items()}
 
-    per_update = len(rewards) // (size * num_updates)
+    per_update = len(advantages) // (size * num_updates)
     for inner_epoch in range(args.num_inner_epochs):
         plans = [
             plan_updates(
@@ -857,18 +887,21 @@ def evaluate(
     inputs: Inputs,
     policy: Policy,
     sampling: rollout.Sampling,
+    scorer: Scorer,
     epoch: int,
 ) -> dict[str, float]:
     """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of 16 of them."""
     size = {"height": args.resolution, "width": args.resolution}
     sampling.vae.to(accelerator.device)
+    scorer.to(accelerator.device, list(inputs.reward_names))
     scores, grid = rollout.sample_evaluation(
         policy.predict,
         prompts=inputs.eval_prompts,
         embeddings=sampling.eval_embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
-        rewards=inputs.eval_rewards,
+        scorer=scorer,
+        rewards=list(inputs.reward_names),
         sigmas=get_sigmas(sampling.scheduler, args.eval_num_inference_steps, **size),
         batch_size=args.train_batch_size,
         rank=accelerator.process_index,
@@ -877,11 +910,12 @@ def evaluate(
         **size,
     )
     sampling.vae.to("cpu")
+    scorer.to("cpu", list(inputs.reward_names))
     scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)
     if accelerator.is_main_process:
         rollout.save_grid(grid, Path(args.output_dir) / f"grids/epoch-{epoch:05d}.png")
     return {
-        f"eval/{name}": value for name, value in zip(inputs.eval_rewards, scores.mean(dim=0).tolist(), strict=True)
+        f"eval/{name}": value for name, value in zip(inputs.reward_names, scores.mean(dim=0).tolist(), strict=True)
     }
 
 
@@ -926,7 +960,12 @@ def main(args: argparse.Namespace) -> None:
             prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=epoch)
             texts |= {prompt_ids[sample]: inputs.prompts[prompt_ids[sample]]["prompt"] for sample in own_samples}
 
-    # Models: of the text encoder only the embeddings stay.
+    # Models: of the text encoder only the embeddings stay. Reward workers start meanwhile.
+    scorer = Scorer(
+        inputs.reward_names if inputs.cache is None else {},
+        num_workers=args.reward_workers if inputs.cache is None else 0,
+        timeout=args.reward_timeout,
+    )
     dtype = sharding.compute_dtype(accelerator)
     transformer, sampling = rollout.load_models(
         inputs.model_folder,
@@ -967,7 +1006,7 @@ def main(args: argparse.Namespace) -> None:
             accelerator.log({"epoch": epoch, **metrics}, step=global_step)
 
     if inputs.eval_prompts and inputs.state is None:
-        log(0, evaluate(args, accelerator, inputs, policy, sampling, 0))
+        log(0, evaluate(args, accelerator, inputs, policy, sampling, scorer, 0))
     epochs, stopping = range(first_epoch, num_epochs), False
     quiet = not accelerator.is_local_main_process
     progress = tqdm(epochs, desc="epochs", initial=first_epoch, total=num_epochs, disable=quiet)
@@ -976,18 +1015,19 @@ def main(args: argparse.Namespace) -> None:
         started, metrics = time.perf_counter(), {}
         run_folder.peak_memory("before")  # what evaluation and loading took is not the rollout's
         if inputs.cache is None:
-            cache, rewards, groups, metrics = roll_out(
-                args, accelerator, inputs, policy, sampling, facts, own_batches, epoch
+            cache, advantages, groups, metrics = roll_out(
+                args, accelerator, inputs, policy, sampling, scorer, facts, own_batches, epoch
             )
             progress.set_postfix(reward=f"{metrics['rollout/reward_mean']:.4g}")
         else:
             cache, (rewards, groups) = inputs.cache, rollout.cached_rewards(inputs.cache)
+            advantages = group_advantages(rewards, groups, global_std=args.global_std)
         metrics |= {"time/rollout_s": time.perf_counter() - started, **run_folder.peak_memory("rollout")}
 
         # ----- 3. Update.
         started = time.perf_counter()
         for update_metrics, outputs in update_policy(
-            args, accelerator, policy, cache, rewards, groups, own_batches, epoch
+            args, accelerator, policy, cache, advantages, groups, own_batches, epoch
         ):
             global_step += 1
             update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]
@@ -1003,7 +1043,7 @@ def main(args: argparse.Namespace) -> None:
             run_folder.delete_trajectories(output_dir, stop=epoch + 1 - args.keep_trajectories)
         last = epoch + 1 == num_epochs
         if inputs.eval_prompts and ((epoch + 1) % args.eval_epochs == 0 or last):
-            log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, epoch + 1))
+            log(epoch + 1, evaluate(args, accelerator, inputs, policy, sampling, scorer, epoch + 1))
         stop = run_folder.stop_requested(output_dir, stop_requests)
         stopping = sharding.reduce_to_cpu(accelerator, torch.tensor(int(stop))).item() > 0
         if args.checkpointing_steps:
@@ -1021,6 +1061,8 @@ def main(args: argparse.Namespace) -> None:
                 saved_step = global_step
         if stopping:
             break
+
+    scorer.close()
 
     # ----- The trained policy, ready for inference.
     if args.use_lora:

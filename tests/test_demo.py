@@ -12,7 +12,7 @@ import rollout
 import train_flowgrpo
 import train_nft
 from prompts import load_prompts
-from rewards import glyph_accuracy, glyph_match
+from rewards import Scorer, glyph_accuracy, glyph_match
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
@@ -39,7 +39,8 @@ def evaluate(adapter: Path | None) -> torch.Tensor:
         embeddings=dict(enumerate(encode(pipeline, texts))),
         negative=None,
         vae=pipeline.vae,
-        rewards={"glyph_match": glyph_match, "glyph_accuracy": glyph_accuracy},
+        scorer=Scorer({"glyph_match": glyph_match, "glyph_accuracy": glyph_accuracy}),
+        rewards=["glyph_match", "glyph_accuracy"],
         sigmas=qwen_image.get_sigmas(pipeline.scheduler, 10, **size),
         batch_size=32,
         rank=0,

@@ -66,7 +66,8 @@ def runs(tmp_path_factory, tiny_pipeline_folder):
             if kind == "one":
                 run(script, folder, tiny_pipeline_folder, **OPTIONS[script], **reward)
             elif (script, kind) != (train_nft, "ddp"):
-                run_on_ranks(kind, script, folder, tiny_pipeline_folder, **reward)
+                workers = {"reward_workers": 1} if kind == "ddp" else {}
+                run_on_ranks(kind, script, folder, tiny_pipeline_folder, **reward, **workers)
             folders[script, kind] = folder
     return folders
 

@@ -166,8 +166,8 @@ def test_the_failing_one_of_two_rewards_is_named():
 
 @pytest.mark.parametrize("name", ["jpeg_compressibility", "jpeg_incompressibility"])
 def test_a_known_reward_is_loaded_by_name(name):
-    assert load_reward(name) is REWARDS[name]
-    assert load_reward(name).__name__ == name
+    assert load_reward(name).score is REWARDS[name]
+    assert load_reward(name).score.__name__ == name
 
 
 @pytest.mark.parametrize(("function", "value"), [("first", 1.0), ("second", 2.0)])
@@ -176,7 +176,7 @@ def test_a_reward_is_loaded_from_a_file(tmp_path, function, value):
     path.write_text(
         "def first(images, *_):\n    return [1.0] * len(images)\n\n\ndef second(*_):\n    return [2.0] * 3\n"
     )
-    assert score(load_reward(f"{path}:{function}")) == {"mine": [value] * 3}
+    assert score(load_reward(f"{path}:{function}").score) == {"mine": [value] * 3}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from qwen_image import (
     sde_step_with_logprob,
     seeded_noise,
 )
-from rewards import jpeg_incompressibility
+from rewards import Scorer, jpeg_incompressibility
 from rollout import draw_sde_window, sample_batch, sample_evaluation, write_rollout
 from trajectory_cache import (
     NEGATIVE_PROMPT_ID,
@@ -223,7 +223,8 @@ def write(model, folder, negative, fields=FIELDS):
     scores = write_rollout(
         model.predict if negative is not None else partial(model.predict, true_cfg_scale=1.0),
         folder=folder, shard=1, batches=batches, prompt_ids=prompt_ids, prompts=PROMPTS,
-        embeddings=dict(enumerate(model.embeddings)), negative=negative, vae=model.vae, rewards=rewards,
+        embeddings=dict(enumerate(model.embeddings)), negative=negative, vae=model.vae, scorer=Scorer(rewards),
+        rewards=list(rewards),
         sigmas=model.sigmas, sde_window=(1, 3), sde_type="sde", noise_level=0.7, seed_words=(0, 4),
         fields=fields, **SIZE,
     )  # fmt: skip
@@ -278,8 +279,8 @@ def evaluate(model, rank, world_size, batch_size=2, seed=0):
     }
     return sample_evaluation(
         model.predict, prompts=PROMPTS, embeddings=dict(enumerate(model.embeddings)), negative=model.negative,
-        vae=model.vae, rewards=rewards, sigmas=model.sigmas, batch_size=batch_size, rank=rank, world_size=world_size,
-        seed=seed, **SIZE,
+        vae=model.vae, scorer=Scorer(rewards), rewards=list(rewards), sigmas=model.sigmas, batch_size=batch_size,
+        rank=rank, world_size=world_size, seed=seed, **SIZE,
     )  # fmt: skip
 
 

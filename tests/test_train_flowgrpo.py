@@ -25,7 +25,7 @@ import rollout
 import run_folder
 import train_flowgrpo
 from qwen_image import SDE_TYPES, tiny_pipeline, unused_modules
-from rewards import jpeg_compressibility
+from rewards import Scorer, jpeg_compressibility
 from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
 
 run = partial(run_any, train_flowgrpo, sde_window_range=(0, 3), clip_range=1e-3)
@@ -95,7 +95,8 @@ def evaluate_pipeline(pipeline) -> float:
         embeddings=embeddings,
         negative=negative,
         vae=pipeline.vae,
-        rewards={"jpeg_compressibility": jpeg_compressibility},
+        scorer=Scorer({"jpeg": jpeg_compressibility}),
+        rewards=["jpeg"],
         sigmas=rollout.get_sigmas(pipeline.scheduler, 4, **size),
         batch_size=4,
         rank=0,
@@ -233,6 +234,12 @@ REFUSALS = {
     "guard with cps": (["--policy_loss", "grpo_guard", "--sde_type", "cps"], "--sde_type sde, not cps"),
     "target": (["--lora_target_modules", "to_query"], "'to_query'"),
     "reward": (["--reward_funcs", "beauty"], "choose from"),
+    "gdpo from a cache": (["--reward_aggregation", "gdpo", "--trajectory_cache", "x"], "gdpo with --trajectory_cache"),
+    "timeout": (["--reward_timeout", "0"], "--reward_timeout is 0"),
+    "workers": (["--reward_workers", "-1"], "--reward_workers is -1"),
+    "no text to draw": (["--reward_funcs", "glyph_match"], "--prompts, prompt 1: glyph_match needs"),
+    "no text to evaluate": (["--eval_reward_funcs", "ocr"], "--eval_prompts, prompt 1: ocr needs text in double"),
+    "scorer": (["--reward_funcs", "http:http://127.0.0.1:9/"], "nobody listens there"),
     "weights": (["--reward_weights", "1", "2"], "2 values for 1"),
     "prompts": (["--prompts", "nowhere.txt"], "nowhere.txt"),
     "batch": (["--train_batch_size", "0"], "--train_batch_size is 0"),
