@@ -5,6 +5,8 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+import rollout
+
 PROMPTS = [f"a picture of {subject}" for subject in ("one", "three cats", "rain", "an old clock")]
 SMALL = {
     "resolution": 64,
@@ -23,6 +25,11 @@ SMALL = {
     "checkpointing_steps": 2,
     "reward_funcs": "jpeg_compressibility",
 }
+ROLLOUT_OPTIONS = (
+    "resolution", "num_inference_steps", "true_cfg_scale", "num_prompts_per_epoch", "num_images_per_prompt",
+    "train_batch_size", "reward_funcs",
+)  # fmt: skip
+SMALL_ROLLOUT = {name: SMALL[name] for name in ROLLOUT_OPTIONS} | {"sde_window_range": (0, 3)}
 
 
 def options_of(values: dict) -> list[str]:
@@ -54,6 +61,14 @@ def run(script, output_dir: Path, model: Path, *options: str, **values) -> Path:
     named = {"pretrained_model_name_or_path": model, "prompts": prompts, "eval_prompts": prompts}
     named["output_dir"] = output_dir
     script.main(script.parse_args([*options_of(SMALL | named | values), *options]))
+    return output_dir
+
+
+def roll_out(output_dir: Path, model: Path, *options: str) -> Path:
+    """rollout.main with the options of SMALL that it has, then `options`; returns the cache's folder."""
+    reset_accelerate()
+    named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(output_dir.parent)}
+    rollout.main(rollout.parse_args([*options_of(SMALL_ROLLOUT | named | {"output_dir": output_dir}), *options]))
     return output_dir
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from script_runs import SMALL, options_of, reset_accelerate, run, write_prompts
+from script_runs import SMALL, SMALL_ROLLOUT, options_of, reset_accelerate, roll_out, run, write_prompts
 
 import rollout
 import run_folder
@@ -17,12 +17,10 @@ import train_flowgrpo
 import train_nft
 from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
 
-ROLLOUT_OPTIONS = ("resolution", "num_inference_steps", "true_cfg_scale", "num_prompts_per_epoch",
-                   "num_images_per_prompt", "train_batch_size", "reward_funcs")  # fmt: skip
 OWN = {
     train_flowgrpo: {"sde_window_range": (0, 3)},
     train_nft: {"true_cfg_scale": 2, "old_policy_decay": "copy"},
-    rollout: {"sde_window_range": (0, 3)},
+    rollout: {},
 }
 
 
@@ -39,10 +37,7 @@ class Place(NamedTuple):
 def good(tmp_path_factory, tiny_pipeline_folder):
     """A cache and a run of each training script, which the cases copy."""
     folder = tmp_path_factory.mktemp("good")
-    values = {name: SMALL[name] for name in ROLLOUT_OPTIONS} | OWN[rollout]
-    values |= {"pretrained_model_name_or_path": tiny_pipeline_folder, "prompts": write_prompts(folder)}
-    reset_accelerate()
-    rollout.main(rollout.parse_args(options_of(values | {"output_dir": folder / "cache"})))
+    roll_out(folder / "cache", tiny_pipeline_folder)
     for script in (train_flowgrpo, train_nft):
         run(script, folder / script.__name__, tiny_pipeline_folder, **OWN[script], eval_epochs=0)
     return folder
@@ -474,7 +469,7 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
     for part, source in sources.items():
         if kind in (part, "<lambda>") or (kind, part) == ("checkpoint", "run"):
             shutil.copytree(source, tmp_path / part)
-    values = SMALL if script is not rollout else {name: SMALL[name] for name in ROLLOUT_OPTIONS}
+    values = SMALL if script is not rollout else SMALL_ROLLOUT
     defaults = {"pretrained_model_name_or_path": tiny_pipeline_folder, "prompts": write_prompts(tmp_path)}
     defaults |= {"output_dir": tmp_path / "out"}
     if script is not rollout:

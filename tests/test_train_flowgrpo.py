@@ -12,11 +12,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from script_runs import (
     PROMPTS,
-    SMALL,
     adapter_bytes,
     metrics_of,
     options_of,
-    reset_accelerate,
+    roll_out,
     values_of,
 )
 from script_runs import run as run_any
@@ -118,22 +117,12 @@ def test_resume_gives_the_same_run(tmp_path, tiny_pipeline_folder):
     assert adapter_bytes(halved) == adapter_bytes(whole)
 
 
-def roll_out_alone(folder, model, *options):
-    """rollout.py with SMALL's options into folder/cache, of the prompts that an earlier run has left there."""
-    names = ("resolution", "num_inference_steps", "true_cfg_scale", "num_prompts_per_epoch", "num_images_per_prompt",
-             "train_batch_size", "reward_funcs")  # fmt: skip
-    values = {name: SMALL[name] for name in names} | {"sde_window_range": (0, 3), "output_dir": folder / "cache"}
-    values |= {"pretrained_model_name_or_path": model, "prompts": folder / "prompts.txt"}
-    reset_accelerate()
-    rollout.main(rollout.parse_args([*options_of(values), *options]))
-
-
 @pytest.mark.parametrize("loss", train_flowgrpo.POLICY_LOSSES)
 def test_training_from_a_cache_equals_the_online_run(tmp_path, tiny_pipeline_folder, loss):
     options = ["--policy_loss", loss, "--num_inner_epochs", "2", "--num_train_epochs", "1"]
     online = run(tmp_path / "online", tiny_pipeline_folder, *options)
     keep = ["--keep_prev_sample_mean"] if loss in train_flowgrpo.NEEDS_OLD_MEAN else []
-    roll_out_alone(tmp_path, tiny_pipeline_folder, *keep)
+    roll_out(tmp_path / "cache", tiny_pipeline_folder, *keep)
     model = tmp_path / "transformer_only"
     shutil.copytree(tiny_pipeline_folder, model, ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer"))
     cached = run(tmp_path / "cached", model, *options, "--trajectory_cache", str(tmp_path / "cache"))
@@ -359,7 +348,7 @@ def test_a_progressive_window_moves_on_in_both_scripts(tmp_path, tiny_pipeline_f
     online = run(tmp_path / "online", tiny_pipeline_folder, **options, eval_epochs=0, keep_trajectories=2)
     windows = [open_cache(online / f"trajectories/epoch-{epoch:05d}").facts["sde_window"] for epoch in range(2)]
     assert windows == [[0, 2], [1, 3]]
-    roll_out_alone(tmp_path, tiny_pipeline_folder, "--epoch", "1", *options_of(options))
+    roll_out(tmp_path / "cache", tiny_pipeline_folder, "--epoch", "1", *options_of(options))
     assert open_cache(tmp_path / "cache").facts["sde_window"] == [1, 3]
 
 
