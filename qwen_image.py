@@ -11,10 +11,11 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -413,6 +414,15 @@ def prompt_conditions(embeddings: Sequence[Tensor], negative: Tensor | None) -> 
     return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
+def drop_full_masks(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A micro-batch without the masks that mask nothing: with one, attention takes a slower kernel and the model waits
+    for the device. Masks are read on the CPU; no field is copied."""
+    names = ("prompt_embeds_mask", "negative_prompt_embeds_mask")
+    return {
+        name: field for name, field in batch.items() if name not in names or not all(bool(row.all()) for row in field)
+    }
+
+
 # ----- Sampling physics --------------------------------------------------------------------------------------------
 
 
@@ -554,12 +564,15 @@ def sde_step_with_logprob(
 
     if prev_sample is None:
         prev_sample = prev_sample_mean + noise_std * noise
-    squared_error = (prev_sample.to(dtype).detach() - prev_sample_mean) ** 2
+    error = ((prev_sample.to(dtype).detach() - prev_sample_mean) ** 2).mean(
+        dim=(1, 2)
+    )  # first: the rest is per sample
+    noise_std, std_dev_t, sqrt_dt = (s.flatten() for s in (noise_std, std_dev_t, sqrt_dt))
     if sde_type == "cps":  # its authors leave the Gaussian's scale out
-        log_prob = -squared_error
+        log_prob = -error
     else:
-        log_prob = -squared_error / (2 * noise_std**2) - torch.log(noise_std) - 0.5 * math.log(2 * math.pi)
-    return prev_sample, log_prob.mean(dim=(1, 2)), prev_sample_mean, std_dev_t.flatten(), sqrt_dt.flatten()
+        log_prob = -error / (2 * noise_std**2) - torch.log(noise_std) - 0.5 * math.log(2 * math.pi)
+    return prev_sample, log_prob, prev_sample_mean, std_dev_t, sqrt_dt
 
 
 @torch.no_grad()

@@ -395,6 +395,7 @@ def forward_only(
     args: argparse.Namespace, predict: Callable[..., Tensor], batch: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """All outputs (B, W, ...) of one micro-batch, on the CPU: for old log-probs and reference means; never staged."""
+    batch = qwen_image.drop_full_masks(batch)
     with closing(iterate_timesteps(batch, FORWARD_FIELDS, device, staged=False)) as steps:
         outputs = [forward_timesteps(args, predict, step) for step in steps]
     return {name: tensor.cpu() for name, tensor in join_timesteps(outputs).items()}
@@ -469,7 +470,7 @@ def train_batch(
         for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
             results, done = [], 0
             steps = iterate_timesteps(
-                batch,
+                qwen_image.drop_full_masks(batch),
                 FLOWGRPO_FIELDS,
                 accelerator.device,
                 staged=args.enable_timestep_staging,

@@ -443,7 +443,7 @@ def forward_only(
     args: argparse.Namespace, predictors: Predictors, batch: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """All outputs (B, T, ...) of one micro-batch, on the CPU, whatever the options; never staged."""
-    outputs, done = [], 0
+    outputs, done, batch = [], 0, qwen_image.drop_full_masks(batch)
     with closing(iterate_timesteps(batch, nft_fields(batch), device, staged=False)) as steps:
         for step in steps:
             add_noise(step, batch, done)
@@ -534,7 +534,7 @@ def train_batch(
         for number, (batch, length) in enumerate(zip(micro_batches, lengths, strict=True)):
             results, done = [], 0
             steps = iterate_timesteps(
-                batch,
+                qwen_image.drop_full_masks(batch),
                 nft_fields(batch),
                 accelerator.device,
                 staged=args.enable_timestep_staging,
