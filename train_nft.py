@@ -768,7 +768,24 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
         cfg_batched=args.cfg_batched,
         dtype=sharding.compute_dtype(accelerator),
     )
-    layers = qwen_image.lora_layers(transformer)
+    if args.use_lora:
+        current, old = (
+            list(qwen_image.adapter_state_dict(transformer.named_parameters(), name).values())
+            for name in ("default", "old")
+        )
+        predictors = adapter_predictors(predict, qwen_image.lora_layers(transformer))
+    else:
+        old_transformer = sharding.prepare_frozen(accelerator, old_transformer)
+        parameters = zip(transformer.parameters(), old_transformer.parameters(), strict=True)
+        current, old = zip(*[pair for pair in parameters if pair[0].requires_grad], strict=True)
+        predictors = Predictors(predict, partial(predict_velocity, old_transformer, **predict.keywords), predict)
+    return Policy(
+        transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current), old_transformer
+    )
+
+
+def adapter_predictors(predict: Callable[..., Tensor], layers: Sequence[nn.Module]) -> Predictors:
+    """The three policies of one transformer, by which of its LoRA layers' adapters is on: default, old or none."""
 
     def predict_old(*tensors: Tensor, **conditions: Tensor) -> Tensor:
         with qwen_image.adapter_active(layers, "old"):
@@ -778,20 +795,7 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
         with qwen_image.adapters_off(layers):
             return predict(*tensors, **conditions)
 
-    if args.use_lora:
-        current, old = (
-            list(qwen_image.adapter_state_dict(transformer.named_parameters(), name).values())
-            for name in ("default", "old")
-        )
-        predictors = Predictors(predict, predict_old, predict_reference)
-    else:
-        old_transformer = sharding.prepare_frozen(accelerator, old_transformer)
-        parameters = zip(transformer.parameters(), old_transformer.parameters(), strict=True)
-        current, old = zip(*[pair for pair in parameters if pair[0].requires_grad], strict=True)
-        predictors = Predictors(predict, partial(predict_velocity, old_transformer, **predict.keywords), predict)
-    return Policy(
-        transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current), old_transformer
-    )
+    return Predictors(predict, predict_old, predict_reference)
 
 
 @torch.no_grad()

@@ -133,18 +133,9 @@ def main() -> None:
             fields = FLOWGRPO_FIELDS
         else:
             args = train_nft.parse_args(flags)
+            predictors = train_nft.adapter_predictors(predict, layers)
 
-            def predict_old(*tensors: Tensor, predict=predict, **conditions: Tensor) -> Tensor:
-                with qwen_image.adapter_active(layers, "old"):
-                    return predict(*tensors, **conditions)
-
-            def predict_reference(*tensors: Tensor, predict=predict, **conditions: Tensor) -> Tensor:
-                with qwen_image.adapters_off(layers):
-                    return predict(*tensors, **conditions)
-
-            predictors = train_nft.Predictors(predict, predict_old, predict_reference)
-
-            def rollout(predict=predict_old, conditions=conditions) -> list:
+            def rollout(predict=predictors.old, conditions=conditions) -> list:
                 batches = sample(predict, conditions, (0, 0))
                 timesteps = (sigmas[1 : 1 + TRAINED_STEPS] * 1000).expand(options.batch_size, -1)
                 steps = {"train_timesteps": timesteps, "reward_prob": torch.rand_like(timesteps)}

@@ -1,35 +1,47 @@
-"""Peak memory and time of one update with and without timestep staging, by the scripts' own train_batch.
+"""Memory, time and equality of one update with and without timestep staging, by the scripts' own train_batch.
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 benchmarks/staging_grid.py
     accelerate launch --config_file accelerate_configs/fsdp.yaml --num_processes 2 benchmarks/staging_grid.py
+    python benchmarks/staging_grid.py --merge benchmarks/results/staging_grid.json
 
 Arms: M keeps the micro-batch on the device and every timestep's outputs, A releases the outputs, AB stages timesteps,
-AB1 stages with one step of prefetch. Every arm of a case starts from the same weights, optimizer state and old
-log-probs. One json file a case is written to --output_dir as soon as it is measured; finished cases are not run again.
+AB1 stages with one step of prefetch. Every arm of a case starts from the same weights, optimizer state, random numbers
+and old log-probs. Passes: `memory` (peaks, every T), `timing` (arms alternate, pairs of updates), `equality` (losses,
+gradients, weights and forward-only outputs, under deterministic algorithms). A json file per case and pass is written
+as soon as it is measured, and finished ones are not run again; --merge makes one file and the tables of them.
+
+CUBLAS_WORKSPACE_CONFIG is set for the equality pass alone: its value is the default of an H200, so peaks do not
+depend on it, but while it is set PyTorch parses it in every matrix product, which makes an update take twice as long.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_flowgrpo
-from qwen_image import add_lora, get_sigmas, parameter_census, predict_velocity
-from sharding import make_accelerator, prepare_policy
-from staging import FLOWGRPO_FIELDS, step_input_bytes
+import train_nft
+from qwen_image import add_lora, add_old_adapter, get_sigmas, lora_layers, parameter_census, predict_velocity
+from sharding import compute_dtype, make_accelerator, prepare_policy, reshard
+from staging import FLOWGRPO_FIELDS, nft_fields
 
 ARMS = {
     "M": ["--return_model_output"],
@@ -37,12 +49,40 @@ ARMS = {
     "AB": ["--enable_timestep_staging"],
     "AB1": ["--enable_timestep_staging", "--staging_prefetch", "1"],
 }
+PROFILES = {  # algorithm and dtype of the adapter
+    "fsdp": [("flow_grpo", "float32"), ("diffusion_nft", "float32")],
+    "fsdp2": [("flow_grpo", "float32"), ("diffusion_nft", "float32"), ("diffusion_nft", "bfloat16")],
+}
 SEED = 20260906
-RANK_BATCH, MICRO_BATCH, TOKENS, CHANNELS, TEXT_TOKENS, TEXT_WIDTH = 4, 2, 1024, 64, 16, 32
+RANK_BATCH, MICRO_BATCH, CHANNELS, TEXT_TOKENS, TEXT_WIDTH = 4, 2, 64, 16, 32
+SIZES = {"cuda": (512, (1, 8, 32)), "cpu": (64, (1, 4))}  # resolution and numbers of timesteps
+MIB = 2**20
 
 
-def build_transformer() -> QwenImageTransformer2DModel:
-    """Two layers of random bf16 weights."""
+class Case(NamedTuple):
+    """One cell of the grid."""
+
+    profile: str
+    algorithm: str
+    lora_dtype: str
+    cfg: str  # two_pass or batched
+    noise: str  # layout of DiffusionNFT's noise
+    timesteps: int
+
+
+class Bench(NamedTuple):
+    """A prepared fixture."""
+
+    script: ModuleType
+    accelerator: Accelerator
+    transformer: nn.Module
+    optimizer: torch.optim.Optimizer
+    trainable: list[nn.Parameter]
+    resolution: int
+
+
+def build(accelerator: Accelerator, algorithm: str, lora_dtype: str, resolution: int) -> Bench:
+    """Two layers of random weights in the compute dtype with LoRA on every linear layer, prepared by accelerate."""
     torch.manual_seed(SEED)
     transformer = QwenImageTransformer2DModel(
         num_attention_heads=2,
@@ -55,171 +95,384 @@ def build_transformer() -> QwenImageTransformer2DModel:
         axes_dims_rope=(8, 12, 12),
         guidance_embeds=False,
     )
-    return transformer.to(torch.bfloat16).requires_grad_(False)
+    transformer = transformer.to(compute_dtype(accelerator)).requires_grad_(False)
+    targets = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    add_lora(transformer, rank=8, lora_alpha=16, target_modules=targets, dtype=getattr(torch, lora_dtype))
+    if algorithm == "diffusion_nft":
+        add_old_adapter(transformer, dtype=getattr(torch, lora_dtype))
+    optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=1e-4)
+    prepared = prepare_policy(accelerator, transformer, optimizer)
+    accelerator.print(f"{algorithm} {lora_dtype}: {type(prepared[0]).__name__}, {parameter_census(prepared[0])}")
+    script = train_flowgrpo if algorithm == "flow_grpo" else train_nft
+    return Bench(script, accelerator, *prepared, resolution)
 
 
-def flowgrpo_micro_batches(num_timesteps: int, rank: int) -> list[dict[str, Tensor]]:
-    """This rank's micro-batches on the CPU, without old log-probs."""
-    generator = torch.Generator().manual_seed(SEED + 1 + rank)
+def parse_script_args(case: Case, *options: str) -> argparse.Namespace:
+    """The script's options for a case."""
+    words = ["--true_cfg_scale", "2", "--max_grad_norm", "1", *options]
+    words += ["--cfg_batched" if case.cfg == "batched" else "--no-cfg_batched"]
+    if case.algorithm == "flow_grpo":
+        return train_flowgrpo.parse_args(["--noise_level", "0.8", "--clip_range", "0.2", *words])
+    return train_nft.parse_args(["--ref_kl_coef", "1e-4", "--nft_beta", "0.1", *words])
+
+
+def make_micro_batches(case: Case, bench: Bench) -> list[dict[str, Any]]:
+    """This rank's micro-batches on the CPU, FlowGRPO's with the policy's old log-probs."""
+    generator = torch.Generator().manual_seed(SEED + 1 + bench.accelerator.process_index)
+    tokens, num_timesteps = (bench.resolution // 16) ** 2, case.timesteps
+    shape, pick = (MICRO_BATCH, tokens, CHANNELS), [0.25, 0.75, -0.25, -0.75]
     sigmas = get_sigmas(FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), 40, height=512, width=512)
-    advantages = torch.tensor([0.25, 0.75, -0.25, -0.75])
     batches = []
     for first in range(0, RANK_BATCH, MICRO_BATCH):
         embeds = torch.randn(2, MICRO_BATCH, TEXT_TOKENS, TEXT_WIDTH, generator=generator).bfloat16()
-        mask = torch.ones(MICRO_BATCH, TEXT_TOKENS, dtype=torch.int32)
-        batches.append(
-            {
-                "prompt_embeds": embeds[0],
-                "prompt_embeds_mask": mask,
-                "negative_prompt_embeds": embeds[1],
-                "negative_prompt_embeds_mask": mask.clone(),
-                "all_latents": torch.randn(MICRO_BATCH, num_timesteps + 1, TOKENS, CHANNELS, generator=generator),
+        batch = {"prompt_embeds": embeds[0], "negative_prompt_embeds": embeds[1]}
+        batch |= {f"{name}_mask": torch.ones(MICRO_BATCH, TEXT_TOKENS, dtype=torch.int32) for name in list(batch)}
+        values = torch.tensor(pick[first : first + MICRO_BATCH])[:, None].repeat(1, num_timesteps)
+        if case.algorithm == "flow_grpo":
+            batch |= {
+                "all_latents": torch.randn(MICRO_BATCH, num_timesteps + 1, *shape[1:], generator=generator),
                 "sigmas": sigmas[: num_timesteps + 1].repeat(MICRO_BATCH, 1),
                 "sigma_max": sigmas[1].repeat(MICRO_BATCH),
                 "all_timesteps": (sigmas[:num_timesteps] * 1000).repeat(MICRO_BATCH, 1),
-                "advantages": advantages[first : first + MICRO_BATCH, None].repeat(1, num_timesteps),
+                "advantages": values,
+                "old_log_probs": torch.zeros(MICRO_BATCH, num_timesteps),
             }
-        )
+            batch["old_log_probs"] = forward_only(case, bench, batch)["log_probs"]
+        else:
+            spread = torch.linspace(900, 100, num_timesteps)
+            rows = [spread[torch.randperm(num_timesteps, generator=generator)] for _ in range(MICRO_BATCH)]
+            batch |= {
+                "latents_clean": torch.randn(shape, generator=generator),
+                "train_timesteps": torch.stack(rows),
+                "reward_prob": values.abs(),
+                "sample_index": list(range(first, first + MICRO_BATCH)),
+                "noise_words": (SEED, 0, 0),
+            }
+            if case.noise == "per_step":
+                batch["forward_noise"] = torch.randn(MICRO_BATCH, num_timesteps, *shape[1:], generator=generator)
+            elif case.noise == "shared":
+                batch["forward_noise"] = torch.randn(shape, generator=generator)
+        batches.append(batch)
     return batches
 
 
-def parse_script_args(*options: str) -> argparse.Namespace:
-    """The options of train_flowgrpo.py that its train_batch reads."""
-    return train_flowgrpo.parse_args(
-        ["--noise_level", "0.8", "--clip_range", "0.2", "--true_cfg_scale", "2", "--max_grad_norm", "1", *options]
+def predictors(case: Case, bench: Bench) -> Any:
+    """What the script's train_batch takes: the policy's velocity, for DiffusionNFT those of three policies."""
+    predict = partial(
+        predict_velocity,
+        bench.transformer,
+        height=bench.resolution,
+        width=bench.resolution,
+        true_cfg_scale=2.0,
+        cfg_batched=case.cfg == "batched",
+        dtype=compute_dtype(bench.accelerator),
     )
+    if case.algorithm == "flow_grpo":
+        return predict
+    return train_nft.adapter_predictors(predict, lora_layers(bench.transformer))
+
+
+def forward_only(case: Case, bench: Bench, batch: Mapping[str, Any], *options: str) -> dict[str, Tensor]:
+    """The script's own forward-only pass over one micro-batch."""
+    args = parse_script_args(case, *options)
+    return bench.script.forward_only(args, predictors(case, bench), batch, bench.accelerator.device)
 
 
 def measure_update(
-    accelerator: Accelerator,
-    transformer: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trainable: Sequence[nn.Parameter],
-    predict: Any,
-    args: argparse.Namespace,
-    micro_batches: Sequence[Mapping[str, Tensor]],
-) -> dict[str, float]:
-    """One update: MiB at the start and at the peak, seconds, the slower and larger rank of both."""
+    bench: Bench, case: Case, arm: str, micro_batches: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """One update; MiB at the start and at the peak and seconds, the larger of the ranks, and the script's metrics."""
+    accelerator, args, velocities = bench.accelerator, parse_script_args(case, *ARMS[arm]), predictors(case, bench)
     cuda = accelerator.device.type == "cuda"
+    torch.manual_seed(SEED)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     accelerator.wait_for_everyone()
-    start = torch.cuda.memory_allocated() if cuda else 0
-    began = time.perf_counter()
-    metrics, kept = train_flowgrpo.train_batch(
-        args, accelerator, transformer, predict, optimizer, trainable, micro_batches
+    start, began = torch.cuda.memory_allocated() if cuda else 0, time.perf_counter()
+    metrics, kept = bench.script.train_batch(
+        args, accelerator, bench.transformer, velocities, bench.optimizer, bench.trainable, micro_batches
     )
     if cuda:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     peak, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    assert len(kept) == (len(micro_batches) if arm == "M" else 0)
+    for outputs in kept:
+        assert all(tensor.shape[:2] == (MICRO_BATCH, case.timesteps) for tensor in outputs.values())
     del kept
-    numbers = torch.tensor([start, peak, reserved, seconds], dtype=torch.float64, device=accelerator.device)
-    start, peak, reserved, seconds = accelerator.gather(numbers[None]).amax(dim=0).tolist()
-    return {
-        "start_mib": start / 2**20,
-        "peak_mib": peak / 2**20,
-        "reserved_mib": reserved / 2**20,
-        "seconds": seconds,
-        "policy_loss": metrics["policy_loss"],
-        "grad_norm": metrics["grad_norm"],
-    }
+    numbers = torch.tensor([start / MIB, peak / MIB, reserved / MIB, seconds], dtype=torch.float64)
+    numbers = accelerator.gather(numbers[None].to(accelerator.device)).amax(dim=0).tolist()
+    return dict(zip(("start_mib", "peak_mib", "reserved_mib", "seconds"), numbers, strict=True)), metrics
+
+
+# ----- The same start for every arm --------------------------------------------------------------------------------
 
 
 def local(tensor: Tensor) -> Tensor:
     """A rank's own part of a parameter, gradient or optimizer state."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def snapshot(optimizer: torch.optim.Optimizer, trainable: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+def snapshot(bench: Bench) -> list[list[Tensor]]:
     """Copies, on the CPU, of the trainable parameters and their optimizer state."""
-    return [[local(tensor).detach().cpu().clone() for tensor in (p, *optimizer.state[p].values())] for p in trainable]
+    state = bench.optimizer.state
+    return [[local(t).detach().cpu().clone() for t in (p, *state[p].values())] for p in bench.trainable]
 
 
 @torch.no_grad()
-def restore(
-    optimizer: torch.optim.Optimizer, trainable: Sequence[nn.Parameter], saved: Sequence[Sequence[Tensor]]
-) -> None:
+def restore(bench: Bench, saved: Sequence[Sequence[Tensor]]) -> None:
     """Write a snapshot back in place, so that no allocation changes."""
-    for parameter, tensors in zip(trainable, saved, strict=True):
-        for tensor, value in zip((parameter, *optimizer.state[parameter].values()), tensors, strict=True):
+    reshard(bench.transformer)  # a forward-only pass leaves the root's weights gathered, which would stay as they were
+    for parameter, tensors in zip(bench.trainable, saved, strict=True):
+        for tensor, value in zip((parameter, *bench.optimizer.state[parameter].values()), tensors, strict=True):
             local(tensor).copy_(value)
 
 
+# ----- The three passes --------------------------------------------------------------------------------------------
+
+
+def memory_pass(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
+    """Peaks of every arm, and rough seconds; all arms start from the same allocation."""
+    micro_batches = make_micro_batches(case, bench)
+    measure_update(bench, case, "A", micro_batches)  # the warm-up; makes the optimizer state
+    saved, results = snapshot(bench), {}
+    for _ in range(repeats):
+        for arm in ARMS:
+            restore(bench, saved)
+            results.setdefault(arm, []).append(measure_update(bench, case, arm, micro_batches))
+    arms = {}
+    for arm, updates in results.items():
+        figures = [update[0] for update in updates]
+        arms[arm] = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
+        arms[arm] |= {"policy_loss": updates[-1][1]["policy_loss"], "updates": len(updates)}
+    starts = {round(figures["start_mib"], 3) for figures in arms.values()}
+    assert len(starts) == 1, f"the arms of {case} start from {starts} MiB"
+    return arms
+
+
+def timing_pass(bench: Bench, case: Case, pairs: int) -> dict[str, Any]:
+    """Ratios to arm A of updates that alternate, with 95 % bootstrap intervals of the ratio of medians."""
+    micro_batches = make_micro_batches(case, bench)
+    measure_update(bench, case, "A", micro_batches)
+    saved, names, seconds = snapshot(bench), ["A", "AB", "AB1"], {}
+    for repeat in range(pairs + 1):  # the first is a warm-up; the order turns
+        for arm in names[repeat % 3 :] + names[: repeat % 3]:
+            restore(bench, saved)
+            seconds.setdefault(arm, []).append(measure_update(bench, case, arm, micro_batches)[0]["seconds"])
+    times = {arm: np.array(values[1:]) for arm, values in seconds.items()}
+    generator, results = np.random.default_rng(0), {}
+    for arm in names:
+        picks = generator.integers(0, pairs, (5000, pairs))
+        ratios = np.median(times[arm][picks], axis=1) / np.median(times["A"][picks], axis=1)
+        low, high = np.percentile(ratios, [2.5, 97.5])
+        median = float(np.median(times[arm]))
+        ratio = median / float(np.median(times["A"]))
+        results[arm] = {"seconds": median, "ratio": ratio, "low": float(low), "high": float(high), "pairs": pairs}
+    return results
+
+
+def equality_pass(bench: Bench, case: Case) -> dict[str, Any]:
+    """One update of every arm under deterministic algorithms, compared with arm A's on every rank; also what each arm
+    had on the device."""
+    micro_batches = make_micro_batches(case, bench)
+    measure_update(bench, case, "A", micro_batches)
+    saved, found = snapshot(bench), {}
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    try:
+        for arm in ARMS:
+            restore(bench, saved)
+            found[arm] = watched_update(bench, case, arm, micro_batches)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    results = {}
+    for arm, (tensors, metrics, input_bytes) in found.items():
+        expected, expected_metrics, _ = found["A"]
+        assert tensors.keys() == expected.keys()
+        assert metrics.keys() == expected_metrics.keys()
+        pairs = [(tensors[name], expected[name]) for name in expected]
+        pairs += [(torch.tensor(metrics[name]), torch.tensor(expected_metrics[name])) for name in metrics]
+        difference = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+        close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+        numbers = torch.tensor([[difference, float(not close), input_bytes / MIB]], dtype=torch.float64)
+        difference, failed, inputs = (
+            bench.accelerator.gather(numbers.to(bench.accelerator.device)).amax(dim=0).tolist()
+        )
+        assert not failed, f"{case}: arm {arm} differs from arm A by {difference}"
+        results[arm] = {"largest_difference": difference, "step_input_mib": inputs, "compared": len(pairs)}
+    return results
+
+
+def watched_update(
+    bench: Bench, case: Case, arm: str, micro_batches: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Tensor], dict[str, float], int]:
+    """One update's clipped local gradients, new local weights and forward-only outputs, its metrics, and the most
+    bytes of step inputs that were on the device at once, counted by storage."""
+    script, tensors, largest = bench.script, {}, 0
+    fields = FLOWGRPO_FIELDS if case.algorithm == "flow_grpo" else nft_fields(micro_batches[0])
+    iterate = script.iterate_timesteps
+
+    def watch(*arguments: Any, **options: Any) -> Iterator[dict[str, Tensor]]:
+        nonlocal largest
+        for step in iterate(*arguments, **options):
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stepped(step, fields)}
+            largest = max(largest, sum(storages.values()))
+            if options["staged"]:
+                for name, window in fields.per_step.items():
+                    assert name not in step or step[name].shape[:2] == (MICRO_BATCH, window)
+            yield step
+
+    def keep_gradients(*_: Any) -> None:
+        for number, parameter in enumerate(bench.trainable):
+            tensors[f"gradient {number}"] = local(parameter.grad).detach().cpu().clone()
+
+    hook = bench.optimizer.optimizer.register_step_pre_hook(keep_gradients)
+    script.iterate_timesteps = watch
+    try:
+        metrics = measure_update(bench, case, arm, micro_batches)[1]
+    finally:
+        script.iterate_timesteps = iterate
+        hook.remove()
+    tensors |= {f"weight {n}": local(p).detach().cpu().clone() for n, p in enumerate(bench.trainable)}
+    outputs = forward_only(case, bench, micro_batches[0], *ARMS[arm])
+    assert all(tensor.shape[:2] == (MICRO_BATCH, case.timesteps) for tensor in outputs.values())
+    return tensors | {f"forward-only {name}": tensor for name, tensor in outputs.items()}, metrics, largest
+
+
+def stepped(step: Mapping[str, Tensor], fields: Any) -> list[Tensor]:
+    """The tensors of a step that are read per timestep."""
+    return [step[name] for name in fields.per_step if name in step]
+
+
+# ----- Cases, files, tables ----------------------------------------------------------------------------------------
+
+
+def planned_cases(profile: str, timesteps: Sequence[int], algorithms: Sequence[str], passes: Sequence[str]) -> list:
+    """(case, pass) in order, those of one fixture together."""
+    planned = []
+    for algorithm, lora_dtype in PROFILES[profile]:
+        if algorithm not in algorithms:
+            continue
+        cells = [("two_pass", "per_step", count) for count in timesteps] + [("batched", "per_step", max(timesteps))]
+        if (profile, algorithm, lora_dtype) == ("fsdp2", "diffusion_nft", "float32"):
+            cells += [("two_pass", noise, max(timesteps)) for noise in ("shared", "on_demand")]
+        for cfg, noise, count in cells:
+            case = Case(profile, algorithm, lora_dtype, cfg, noise, count)
+            planned += [(case, "memory")] if "memory" in passes else []
+            # Equality at a T that takes seconds; on_demand at the largest too, the only other kind of noise.
+            if "equality" in passes and (count == sorted(timesteps)[len(timesteps) // 2] or noise != "per_step"):
+                planned += [(case, "equality")]
+        if "timing" in passes and lora_dtype == "float32":
+            middle = sorted(timesteps)[len(timesteps) // 2]
+            planned += [(Case(profile, algorithm, lora_dtype, "two_pass", "per_step", middle), "timing")]
+    return planned
+
+
+def case_file(folder: Path, case: Case, kind: str) -> Path:
+    """Where the result of a case and pass lies."""
+    return folder / f"{'-'.join(map(str, case))}-{kind}.json"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write under another name and rename: a file that has its name is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def show(case: Case, kind: str, arms: Mapping[str, Mapping[str, float]]) -> str:
+    """One case as a line."""
+    cells = []
+    for arm, figures in arms.items():
+        if kind == "memory":
+            cells.append(f"{arm} {figures['peak_mib']:.2f} MiB {figures['seconds']:.2f} s")
+        elif kind == "timing":
+            interval = f"{figures['low']:.3f} to {figures['high']:.3f}"
+            cells.append(f"{arm} {figures['seconds']:.3f} s x {figures['ratio']:.3f} ({interval})")
+        else:
+            cells.append(f"{arm} {figures['largest_difference']:.1e}, inputs {figures['step_input_mib']:.2f} MiB")
+    return f"{'-'.join(map(str, case))} {kind}: " + "; ".join(cells)
+
+
+def merge(folder: Path, output: Path) -> None:
+    """One json of all cases, with the commit of this checkout, and the tables in Markdown on stdout."""
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not rows:
+        raise SystemExit(f"{folder} holds no measured case: run the grid first")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    write_json(output, {"commit": commit, "cases": rows})
+    print("| | T | M | A | A+B | A+B, prefetch 1 | start |\n|---|---|---|---|---|---|---|")
+    for row in sorted((r for r in rows if r["pass"] == "memory"), key=lambda r: [str(r[k]) for k in Case._fields[:5]]):
+        peaks = [f"{row['arms'][arm]['peak_mib']:.2f}" for arm in ARMS] + [f"{row['arms']['A']['start_mib']:.2f}"]
+        name = f"{row['profile']} {row['algorithm']}, {row['lora_dtype']} LoRA, CFG {row['cfg']}, {row['noise']}"
+        print(f"| {name} | {row['timesteps']} | {' | '.join(peaks)} |")
+    print("\n| | A, s | A+B / A | A+B, prefetch 1 / A |\n|---|---|---|---|")
+    for row in (r for r in rows if r["pass"] == "timing"):
+        a, *others = (row["arms"][arm] for arm in ("A", "AB", "AB1"))
+        ratios = [f"{o['ratio']:.3f} ({o['low']:.3f} to {o['high']:.3f})" for o in others]
+        name = f"{row['profile']} {row['algorithm']}, {row['lora_dtype']} LoRA, T = {row['timesteps']}"
+        print(f"| {name} | {a['seconds']:.2f} | {' | '.join(ratios)} |")
+
+
 def main() -> None:
-    """Run the cases of the launched profile."""
+    """Run the launched profile's cases that have no file yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--timesteps", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cfg_batched", action="store_true", help="one forward of 2B instead of two passes")
-    parser.add_argument("--lora_dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--output_dir", default="benchmarks/results/staging_grid")
+    parser.add_argument("--device", choices=SIZES, default="cuda", help="cpu: small sizes, no memory figures")
+    parser.add_argument("--passes", nargs="+", default=["memory", "equality", "timing"], help="what to measure")
+    parser.add_argument("--algorithms", nargs="+", default=["flow_grpo", "diffusion_nft"], help="whose train_batch")
+    parser.add_argument("--timesteps", type=int, nargs="+", help="trained timesteps; default 1 8 32, on the CPU 1 4")
+    parser.add_argument("--repeats", type=int, default=1, help="measured updates of an arm in the memory pass")
+    parser.add_argument("--pairs", type=int, default=30, help="updates of an arm in the timing pass")
+    parser.add_argument("--output_dir", default="runs/staging_grid", help="a json file for each case and pass")
+    parser.add_argument("--merge", help="write all cases of --output_dir to this json and print the tables")
     options = parser.parse_args()
-
-    accelerator = make_accelerator()
-    profile = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
-    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    transformer = build_transformer().to(dtype)
-    targets = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
-    lora_dtype = getattr(torch, options.lora_dtype)
-    add_lora(transformer, rank=8, lora_alpha=16, target_modules=targets, dtype=lora_dtype)
-    parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    transformer, optimizer, trainable = prepare_policy(accelerator, transformer, optimizer)
-    census = parameter_census(transformer)
-    accelerator.print(f"{profile}: {type(transformer).__name__}, {accelerator.num_processes} ranks, {census}")
-    predict = partial(
-        predict_velocity,
-        transformer,
-        height=512,
-        width=512,
-        true_cfg_scale=2.0,
-        cfg_batched=options.cfg_batched,
-        dtype=dtype,
-    )
-
     output_dir = Path(options.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for num_timesteps in options.timesteps:
-        micro_batches = flowgrpo_micro_batches(num_timesteps, accelerator.process_index)
-        script_args = parse_script_args()
-        for batch in micro_batches:
-            batch["old_log_probs"] = torch.zeros(MICRO_BATCH, num_timesteps)
-            outputs = train_flowgrpo.forward_only(script_args, predict, batch, accelerator.device)
-            batch["old_log_probs"] = outputs["log_probs"]
-            del outputs
-        run = partial(measure_update, accelerator, transformer, optimizer, trainable, predict)
-        run(script_args, micro_batches)  # makes the optimizer state
-        saved = snapshot(optimizer, trainable)
-        results: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
-        for repeat in range(options.repeats + 1):  # the first is a warm-up; arms alternate within a repeat
-            for arm in options.arms:
-                restore(optimizer, trainable, saved)
-                result = run(parse_script_args(*ARMS[arm]), micro_batches)
-                if repeat:
-                    results[arm].append(result)
-        for arm, repeats in results.items():
-            staged = arm.startswith("AB")
-            inputs = step_input_bytes(micro_batches[0], FLOWGRPO_FIELDS, staged=staged)
-            facts = {name: statistics.median(r[name] for r in repeats) for name in repeats[0]}
-            facts |= {
-                "profile": profile, "algorithm": "flow_grpo", "arm": arm, "timesteps": num_timesteps,
-                "cfg": "batched" if options.cfg_batched else "two_pass", "lora_dtype": options.lora_dtype,
-                "step_input_mib": inputs / 2**20, 
-                "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "cpu",
-                "repeats": repeats,
-            }  # fmt: skip
-            if accelerator.is_main_process:
-                name = f"{profile}-flow_grpo-{facts['cfg']}-{options.lora_dtype}-T{num_timesteps:02d}-{arm}.json"
-                (output_dir / f"{name}.tmp").write_text(json.dumps(facts, indent=1) + "\n")
-                os.replace(output_dir / f"{name}.tmp", output_dir / name)
-            accelerator.print(
-                f"{profile} T={num_timesteps:2d} {arm:3s} start {facts['start_mib']:7.2f} "
-                f"peak {facts['peak_mib']:7.2f} MiB step inputs {facts['step_input_mib']:6.2f} MiB "
-                f"{facts['seconds']:7.3f} s loss {facts['policy_loss']:.6e} grad norm {facts['grad_norm']:.6e}"
-            )
+    if options.merge:
+        merge(output_dir, Path(options.merge))
+        return
+
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    accelerator = make_accelerator()
+    if accelerator.device.type != options.device:
+        raise SystemExit(f"--device {options.device}, but this run is on {accelerator.device}: change one")
+    profile = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
+    if profile not in PROFILES or accelerator.num_processes != 2:
+        raise SystemExit(f"launch two processes with fsdp.yaml or fsdp2.yaml, not {profile} {accelerator.state}")
+    resolution, timesteps = SIZES[options.device]
+    planned = planned_cases(profile, options.timesteps or timesteps, options.algorithms, options.passes)
+    runs: dict[str, Callable[[Bench, Case], dict]] = {
+        "memory": partial(memory_pass, repeats=options.repeats),
+        "timing": partial(timing_pass, pairs=options.pairs),
+        "equality": equality_pass,
+    }
+    bench, fixture = None, None
+    for case, kind in planned:
+        path = case_file(output_dir, case, kind)
+        if path.exists():
+            continue
+        if fixture != (case.algorithm, case.lora_dtype):
+            bench = None
+            gc.collect()
+            accelerator.free_memory()
+            fixture = case.algorithm, case.lora_dtype
+            bench = build(accelerator, *fixture, resolution)
+        arms = runs[kind](bench, case)
+        facts = case._asdict() | {"pass": kind, "arms": arms, "torch": torch.__version__}
+        facts["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        if accelerator.is_main_process:
+            write_json(path, facts)
+        accelerator.print(show(case, kind, arms), flush=True)
+        accelerator.wait_for_everyone()
+    done = sum(case_file(output_dir, *item).exists() for item in planned)
+    assert done == len(planned), f"{done} of {len(planned)} cases have a result"
+    accelerator.print(f"staging grid complete: {len(planned)} of {len(planned)} cases of {profile} in {output_dir}")
+    del bench
+    gc.collect()
+    accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
