@@ -7,12 +7,13 @@ loop's own (reduce of rewards and metrics, backward, wait_for_everyone).
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import AutocastKwargs, DistributedType
+from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
@@ -29,12 +30,14 @@ def make_accelerator(
     logging_dir: str | Path | None = None,
     checkpoints_blocks: bool = False,
     autocast: bool = False,
+    timeout: float = 1800,
 ) -> Accelerator:
     """The launcher's configuration; FSDP2 reduces gradients in fp32, for which the yaml has no key.
 
     checkpoints_blocks: whether the model recomputes its blocks itself. autocast: for fp32 weights that neither FSDP
     casts; everything else computes in its inputs' dtype, since autocast runs norms and all that follows them in fp32,
-    at twice the memory. Raises ValueError for what is not supported.
+    at twice the memory. timeout: seconds until a collective that another rank does not join ends this one. Raises
+    ValueError for what is not supported.
     """
     plugin, is_fsdp = None, os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
     if is_fsdp and os.environ.get("FSDP_VERSION") == "2":
@@ -46,7 +49,10 @@ def make_accelerator(
         fsdp_plugin=plugin,
         log_with=tracker,
         project_dir=logging_dir and str(logging_dir),
-        kwargs_handlers=[AutocastKwargs(enabled=autocast and not is_fsdp)],
+        kwargs_handlers=[
+            AutocastKwargs(enabled=autocast and not is_fsdp),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
+        ],
     )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
@@ -81,8 +87,12 @@ def prepare_policy(
     """accelerator.prepare; also returns the parameters that train.
 
     FSDP (version 1) cannot mix fp32 adapters with a bf16 base in a flat parameter: there the adapters stay whole on
-    every rank and `clip_gradients` averages their gradients, as DDP would.
+    every rank and `clip_gradients` averages their gradients, as DDP would. Under FSDP2 accelerate makes what trains
+    fp32, bf16 adapters too (and not a frozen "old" one): nothing trains while it prepares.
     """
+    trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+    if accelerator.is_fsdp2:
+        transformer.requires_grad_(False)
     if is_fsdp1(accelerator):
         names = ("lora_A", "lora_B")
         adapters = [m for name, m in transformer.named_modules() if name.rpartition(".")[0].endswith(names)]
@@ -90,6 +100,9 @@ def prepare_policy(
             module.to(accelerator.device)
         accelerator.state.fsdp_plugin.ignored_modules = adapters or None
     transformer, optimizer = accelerator.prepare(transformer, optimizer)
+    if accelerator.is_fsdp2:
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(name in trained)
     return transformer, optimizer, [parameter for parameter in transformer.parameters() if parameter.requires_grad]
 
 
@@ -103,7 +116,10 @@ def prepare_frozen(accelerator: Accelerator, transformer: nn.Module) -> nn.Modul
 
 
 def reshard(transformer: nn.Module) -> None:
-    """Under FSDP2, drop gathered weights that a forward left behind, once the shards were written to."""
+    """Under FSDP2, drop the gathered weights that a forward leaves behind for what lies outside the blocks.
+
+    Until then the model shows those, rounded to the compute dtype, in place of the shards that train.
+    """
     for module in transformer.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -116,7 +132,8 @@ def clip_gradients(
     if is_fsdp1(accelerator):
         if accelerator.state.fsdp_plugin.ignored_modules is None:  # full weights: sharded flat parameters
             return transformer.clip_grad_norm_(max_norm)
-        flat = accelerator.reduce(torch.cat([parameter.grad.flatten() for parameter in trainable]), "mean")
+        flat = torch.cat([parameter.grad.flatten() for parameter in trainable]).float()
+        flat = accelerator.reduce(flat, "mean")
         for parameter, gradient in zip(trainable, flat.split([p.numel() for p in trainable]), strict=True):
             parameter.grad.copy_(gradient.view_as(parameter))
     norm = accelerator.clip_grad_norm_(trainable, max_norm)
@@ -135,24 +152,35 @@ def check_finite(parameters: Sequence[nn.Parameter]) -> None:
 # ----- Whole tensors, for export and checkpoints -------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter or optimizer state whole on the CPU, a copy."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+def gather(accelerator: Accelerator, named_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, whole, one tensor after the other, on the main process; the others get an empty dict."""
+    gathered = {}
+    for name, tensor in named_tensors.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if accelerator.is_main_process:
+            gathered[name] = tensor.detach().to("cpu", copy=True)
+    return gathered
 
 
-def gather_adapter(transformer: nn.Module, adapter_name: str = "default") -> dict[str, Tensor]:
-    """An adapter's whole tensors under peft's names."""
-    state_dict = adapter_state_dict(transformer.named_parameters(), adapter_name)
-    return {name: whole(tensor) for name, tensor in state_dict.items()}
+def gather_adapter(
+    accelerator: Accelerator, transformer: nn.Module, adapter_name: str = "default"
+) -> dict[str, Tensor]:
+    """An adapter's whole tensors under peft's names, on the main process."""
+    reshard(transformer)
+    return gather(accelerator, adapter_state_dict(transformer.named_parameters(), adapter_name))
 
 
-def gather_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's whole state of the default adapter as `<parameter>.<state>`."""
-    return {
-        f"{name}.{key}": whole(value)
+def gather_optimizer(
+    accelerator: Accelerator, transformer: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The optimizer's whole state of the default adapter as `<parameter>.<state>`, on the main process."""
+    reshard(transformer)
+    state = {
+        f"{name}.{key}": value
         for name, parameter in adapter_state_dict(transformer.named_parameters()).items()
         for key, value in optimizer.state[parameter].items()
     }
+    return gather(accelerator, state)
 
 
 @torch.no_grad()
@@ -160,6 +188,7 @@ def restore_adapter(
     transformer: nn.Module, tensors: Mapping[str, Tensor], adapter_name: str = "default", *, source: str | Path
 ) -> None:
     """Write whole tensors into an adapter, however it is sharded. Raises ValueError where names or shapes differ."""
+    reshard(transformer)
     parameters = adapter_state_dict(transformer.named_parameters(), adapter_name)
     if {name: p.shape for name, p in parameters.items()} != {name: t.shape for name, t in tensors.items()}:
         raise ValueError(
@@ -171,6 +200,7 @@ def restore_adapter(
 
 def restore_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Write whole optimizer state back, sharded as the parameters now are."""
+    reshard(transformer)
     for name, parameter in adapter_state_dict(transformer.named_parameters()).items():
         if f"{name}.step" not in tensors:  # no update had been made
             continue
@@ -182,8 +212,9 @@ def restore_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer, 
 
 def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole CPU tensor on the parameter's device, and sharded like it."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+    if isinstance(parameter, DTensor):  # offloaded, its part is on the CPU, though its mesh is of GPUs
+        sharded = distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
+        return torch.empty_like(parameter, dtype=tensor.dtype).copy_(sharded)
     return tensor.to(parameter.device)
 
 
@@ -206,9 +237,9 @@ def save_checkpoint(
     """
     folder = run_folder.checkpoint_folder(output_dir, epoch)
     temporary = folder.with_suffix(".tmp")
-    tensors = {f"adapter_{name}": gather_adapter(transformer, name) for name in adapters}
+    tensors = {f"adapter_{name}": gather_adapter(accelerator, transformer, name) for name in adapters}
     if adapters:
-        tensors["optimizer"] = gather_optimizer(transformer, optimizer)
+        tensors["optimizer"] = gather_optimizer(accelerator, transformer, optimizer)
     else:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote

@@ -71,6 +71,7 @@ POLICY_LOSSES = ("clip", "grpo_guard", "flow_dppo")
 NEEDS_OLD_MEAN = ("grpo_guard", "flow_dppo")  # losses that compare with the rollout's mean of x_{t+1}
 ADAPTERS = ("default",)  # of a checkpoint
 STATE_KINDS: dict[str, type] = {}  # what its state.json holds besides the counters of both scripts
+LORA_DTYPES = ("float32", "bfloat16")
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio")
 ROLLOUT_FIELDS = ("all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs")
@@ -119,6 +120,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--use_lora", action=flag, default=True, help="train an adapter; --no-use_lora trains all weights")
     add("--rank", type=int, default=64, help="rank of the LoRA matrices")
     add("--lora_alpha", type=int, default=128, help="the adapter is scaled by lora_alpha / rank")
+    add("--lora_dtype", choices=LORA_DTYPES, default="float32", help="dtype of the adapters and their Adam state")
     add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
     add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
 
@@ -197,6 +199,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume_from_checkpoint", help="`latest` or a checkpoint's folder, with the same command otherwise")
     add("--report_to", default="none", choices=("none", *TRACKERS), help="tracker besides metrics.jsonl")
     add("--output_dir", default="runs/flowgrpo", help="run folder: adapter, metrics.jsonl, grids, caches, code")
+    add("--ddp_timeout", type=int, default=1800, help="seconds a process waits for the others, then it ends")
     add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
 
     if parser.parse_known_args(argv)[0].pretrained_model_name_or_path is None:
@@ -210,7 +213,7 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
-        "checkpoints_total_limit", "reward_timeout",
+        "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
@@ -620,7 +623,10 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
 
 def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules", "learning_rate")
+    names = (
+        "pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_dtype", "lora_target_modules",
+        "learning_rate",
+    )  # fmt: skip
     return {"script": "train_flowgrpo.py"} | {name: getattr(args, name) for name in names}
 
 
@@ -704,8 +710,13 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
     """Adapter or full weights, optimizer and schedule of `num_steps` optimizer steps, prepared by accelerate."""
     set_seed(args.seed)  # every rank makes the same adapter
     if args.use_lora:
+        dtype = getattr(torch, args.lora_dtype)
         qwen_image.add_lora(
-            transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules
+            transformer,
+            rank=args.rank,
+            lora_alpha=args.lora_alpha,
+            target_modules=args.lora_target_modules,
+            dtype=dtype,
         )
     else:
         qwen_image.train_all_used(transformer)
@@ -932,6 +943,7 @@ def main(args: argparse.Namespace) -> None:
         logging_dir=output_dir / "logs",
         checkpoints_blocks=args.gradient_checkpointing,
         autocast=not args.use_lora,
+        timeout=args.ddp_timeout,
     )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:
@@ -1067,7 +1079,7 @@ def main(args: argparse.Namespace) -> None:
 
     # ----- The trained policy, ready for inference.
     if args.use_lora:
-        state_dict = sharding.gather_adapter(policy.transformer)
+        state_dict = sharding.gather_adapter(accelerator, policy.transformer)
         if accelerator.is_main_process:
             qwen_image.export_lora(output_dir, state_dict, export_config)
             run_folder.write_model_card(output_dir, "FlowGRPO", vars(args))

@@ -83,6 +83,7 @@ ADAPTERS = ("default", "old")  # of a checkpoint
 STATE_KINDS: dict[str, type] = {
     "old_is_current": bool
 }  # what its state.json holds besides the counters of both scripts
+LORA_DTYPES = ("float32", "bfloat16")
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio")
 ROLLOUT_FIELDS = ("latents_clean",)
@@ -131,6 +132,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--use_lora", action=flag, default=True, help="train an adapter; --no-use_lora trains all weights")
     add("--rank", type=int, default=64, help="rank of the LoRA matrices")
     add("--lora_alpha", type=int, default=128, help="the adapter is scaled by lora_alpha / rank")
+    add("--lora_dtype", choices=LORA_DTYPES, default="float32", help="dtype of the adapters and their Adam state")
     add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
     add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
 
@@ -207,6 +209,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--report_to", default="none", choices=("none", *TRACKERS), help="tracker besides metrics.jsonl")
     add("--export_old_policy", action="store_true", help="export the old policy too, to old_policy/")
     add("--output_dir", default="runs/nft", help="run folder: adapter, metrics.jsonl, grids, caches, code")
+    add("--ddp_timeout", type=int, default=1800, help="seconds a process waits for the others, then it ends")
     add("--seed", type=int, default=0, help="of weights, prompts, noise and order")
 
     if parser.parse_known_args(argv)[0].pretrained_model_name_or_path is None:
@@ -220,7 +223,7 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
-        "checkpoints_total_limit", "reward_timeout",
+        "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
@@ -665,7 +668,10 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
 
 def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    names = ("pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_target_modules", "learning_rate")
+    names = (
+        "pretrained_model_name_or_path", "use_lora", "rank", "lora_alpha", "lora_dtype", "lora_target_modules",
+        "learning_rate",
+    )  # fmt: skip
     return {"script": "train_nft.py"} | {name: getattr(args, name) for name in names}
 
 
@@ -738,10 +744,15 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
     steps, prepared by accelerate."""
     set_seed(args.seed)  # every rank makes the same adapter
     if args.use_lora:
+        dtype = getattr(torch, args.lora_dtype)
         qwen_image.add_lora(
-            transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules
+            transformer,
+            rank=args.rank,
+            lora_alpha=args.lora_alpha,
+            target_modules=args.lora_target_modules,
+            dtype=dtype,
         )
-        qwen_image.add_old_adapter(transformer)
+        qwen_image.add_old_adapter(transformer, dtype=dtype)
         old_transformer = None
     else:
         old_transformer = copy.deepcopy(transformer)
@@ -976,6 +987,7 @@ def main(args: argparse.Namespace) -> None:
         logging_dir=output_dir / "logs",
         checkpoints_blocks=args.gradient_checkpointing,
         autocast=not args.use_lora,
+        timeout=args.ddp_timeout,
     )
     rank, device = accelerator.process_index, accelerator.device
     if accelerator.is_main_process:
@@ -1132,12 +1144,12 @@ def main(args: argparse.Namespace) -> None:
 
     # ----- The trained policy, ready for inference.
     if args.use_lora:
-        state_dict = sharding.gather_adapter(policy.transformer)
+        state_dict = sharding.gather_adapter(accelerator, policy.transformer)
         if accelerator.is_main_process:
             qwen_image.export_lora(output_dir, state_dict, export_config)
             run_folder.write_model_card(output_dir, "DiffusionNFT", vars(args))
         if args.export_old_policy:
-            state_dict = sharding.gather_adapter(policy.transformer, "old")
+            state_dict = sharding.gather_adapter(accelerator, policy.transformer, "old")
             if accelerator.is_main_process:
                 qwen_image.export_lora(output_dir / "old_policy", state_dict, export_config)
     else:

@@ -1,12 +1,16 @@
 """Run a training script inside the test process, on the tiny pipeline and a few prompts."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import rollout
 
+ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = [f"a picture of {subject}" for subject in ("one", "three cats", "rain", "an old clock")]
 SMALL = {
     "resolution": 64,
@@ -70,6 +74,20 @@ def roll_out(output_dir: Path, model: Path, *options: str) -> Path:
     named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(output_dir.parent)}
     rollout.main(rollout.parse_args([*options_of(SMALL_ROLLOUT | named | {"output_dir": output_dir}), *options]))
     return output_dir
+
+
+def launch(config: str, *words: str, ranks: int = 2, precision: str = "no", timeout: float = 300) -> str:
+    """A script and its options on CPU ranks under accelerate_configs/<config>.yaml; returns what was printed."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml"]
+    command += ["--mixed_precision", precision, "--num_processes", str(ranks), "--main_process_port", "0"]
+    command += ["--num_cpu_threads_per_process", "1", "tests/run_on_cpu_ranks.py", *words]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    return result.stdout
 
 
 def metrics_of(folder: Path) -> list[dict]:

@@ -1,21 +1,17 @@
 """Two CPU ranks under DDP and FSDP2 against one process: python -m pytest tests/test_ranks.py"""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from script_runs import SMALL, adapter_bytes, metrics_of, options_of, run, values_of, write_prompts
+from script_runs import SMALL, adapter_bytes, launch, metrics_of, options_of, run, values_of, write_prompts
 
 import train_flowgrpo
 import train_nft
 from trajectory_cache import open_cache
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"num_prompts_per_epoch": 2, "num_images_per_prompt": 8, "num_updates_per_epoch": 1, "num_train_epochs": 3}
 SIZES |= {
     "learning_rate": 1e-3,
@@ -43,15 +39,8 @@ def run_on_ranks(kind: str, script, folder: Path, model: Path, *options: str, ra
     """The script in subprocesses, one a rank; the launcher asserts the prepared class and the number of processes."""
     named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(folder.parent), "output_dir": folder}
     named["eval_prompts"] = named["prompts"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += ["tests/run_on_cpu_ranks.py", kind, script.__file__]
-    command += [*options_of(SMALL | OPTIONS[script] | named | values), *options]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count(f"on {ranks} ranks") == ranks
+    words = [script.__file__, *options_of(SMALL | OPTIONS[script] | named | values), *options]
+    assert launch(kind, *words, ranks=ranks).count(f"on {ranks} ranks") == ranks
     return folder
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import smoke
 import torch
 from script_runs import options_of
 
@@ -22,7 +23,12 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.strip().splitlines()
 ]
-SCRIPTS = {"train_flowgrpo.py": train_flowgrpo, "train_nft.py": train_nft, "rollout.py": rollout}
+SCRIPTS = {
+    "train_flowgrpo.py": train_flowgrpo,
+    "train_nft.py": train_nft,
+    "rollout.py": rollout,
+    "tests/smoke.py": smoke,
+}
 
 
 def test_the_first_command_stands_within_15_lines():
