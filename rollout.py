@@ -27,8 +27,6 @@ from diffusers import (
     QwenImageTransformer2DModel,
     UniPCMultistepScheduler,
 )
-from diffusers.utils import make_image_grid
-from PIL import ImageOps
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -57,7 +55,6 @@ from rewards import (
     check_rewards,
     check_weights,
     combine_rewards,
-    to_pil,
 )
 from run_folder import make_folder, run_script
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
@@ -78,7 +75,6 @@ INITIAL_NOISE, STEP_NOISE = 0, 1
 SOLVERS = ("euler", "unipc")
 WINDOW_SCHEDULES = ("random", "progressive")
 OPTIONAL_NUMBERS = {"old_log_probs", "ref_log_prob", "rollout_is_weights"}  # of a foreign cache, fp32 like the rest
-EVALUATION = 2**32 - 1  # stands where the epoch does, far from any of them
 
 
 def check_numbers(
@@ -318,76 +314,6 @@ def write_rollout(
                 plain = {"sample_index": sample, "prompt_id": prompt_id}
                 write(plain | {name: trajectories[name][row] for name in fields})
     return torch.tensor(list(scorer.results().values()), dtype=torch.float64).T
-
-
-@torch.no_grad()
-def sample_evaluation(
-    predict: Callable[..., Tensor],
-    *,
-    prompts: Sequence[Mapping[str, Any]],
-    embeddings: Mapping[int, Tensor],
-    negative: Tensor | None,
-    vae: torch.nn.Module,
-    scorer: Scorer,
-    rewards: Sequence[str],
-    sigmas: Tensor,
-    height: int,
-    width: int,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """ODE images of M fixed prompts from fixed seeds, this rank's part: rewards (M, R) float64 and 16 images, evenly
-    spread over the prompts, (16, 3, height, width) uint8. Where another rank has them both are zero, so that a sum
-    over ranks completes them."""
-    device, num_images = next(vae.parameters()).device, len(prompts)
-    scores = torch.zeros(num_images, len(rewards), dtype=torch.float64)
-    own_samples = []
-    stride = max(1, num_images // 16)
-    grid = torch.zeros(min(16, num_images), 3, height, width, dtype=torch.uint8)
-    for first in range(
-        rank * batch_size,
-        -(-num_images // (batch_size * world_size)) * batch_size * world_size,
-        batch_size * world_size,
-    ):
-        # Every rank makes the same number of rounds; samples past the end are made and dropped.
-        samples = [sample % num_images for sample in range(first, first + batch_size)]
-        trajectories = sample_batch(
-            predict,
-            conditions=prompt_conditions([embeddings[sample] for sample in samples], negative),
-            samples=samples,
-            device=device,
-            sigmas=sigmas,
-            height=height,
-            width=width,
-            seed_words=(seed, EVALUATION),
-        )
-        images = decode_latents(vae, trajectories["latents_clean"].to(device), height=height, width=width).cpu()
-        samples = samples[: max(0, num_images - first)]
-        if not samples:
-            continue
-        rows = [dict(prompts[sample]) for sample in samples]
-        scorer.submit(rewards, images[: len(samples)], [row["prompt"] for row in rows], rows, samples)
-        own_samples += samples
-        for sample, image in zip(samples, images, strict=False):
-            if sample % stride == 0 and sample // stride < len(grid):
-                grid[sample // stride] = (image * 255).round().byte()
-    if own_samples:
-        scores[own_samples] = torch.tensor(list(scorer.results().values()), dtype=torch.float64).T
-    return scores, grid
-
-
-def save_grid(images: Tensor, path: Path) -> None:
-    """Images (n, 3, H, W) uint8, each in a thin frame, as one square picture."""
-    columns = math.ceil(len(images) ** 0.5)
-    blank = torch.full_like(images[0], 255)
-    tiles = (*images, *[blank] * (-len(images) % columns))
-    pictures = [
-        ImageOps.expand(to_pil(tile / 255), border=max(1, tile.shape[-1] // 64), fill="gray") for tile in tiles
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    make_image_grid(pictures, rows=len(pictures) // columns, cols=columns).save(path)
 
 
 def write_values(

@@ -36,6 +36,7 @@ from diffusers.optimization import SchedulerType, get_scheduler
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import evaluation
 import model_files
 import qwen_image
 import rollout
@@ -902,33 +903,35 @@ def evaluate(
     scorer: Scorer,
     epoch: int,
 ) -> dict[str, float]:
-    """Mean rewards of the current policy's ODE images of the evaluation prompts, and a grid of 16 of them."""
-    size = {"height": args.resolution, "width": args.resolution}
+    """Mean rewards, with intervals, of the current policy's ODE images of the evaluation prompts; a grid of 16 of them
+    beside the base model's."""
+    size = args.resolution, args.resolution
+    sigmas = get_sigmas(sampling.scheduler, args.eval_num_inference_steps, height=size[0], width=size[1])
     sampling.vae.to(accelerator.device)
     scorer.to(accelerator.device, list(inputs.reward_names))
-    scores, grid = rollout.sample_evaluation(
+    scores, grid = evaluation.sample_evaluation(
         policy.predict,
         prompts=inputs.eval_prompts,
+        sizes=[size] * len(inputs.eval_prompts),
         embeddings=sampling.eval_embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
         scorer=scorer,
         rewards=list(inputs.reward_names),
-        sigmas=get_sigmas(sampling.scheduler, args.eval_num_inference_steps, **size),
+        sigmas={size: sigmas},
         batch_size=args.train_batch_size,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         seed=args.seed,
-        **size,
     )
     sampling.vae.to("cpu")
     scorer.to("cpu", list(inputs.reward_names))
     scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)
     if accelerator.is_main_process:
-        rollout.save_grid(grid, Path(args.output_dir) / f"grids/epoch-{epoch:05d}.png")
-    return {
-        f"eval/{name}": value for name, value in zip(inputs.reward_names, scores.mean(dim=0).tolist(), strict=True)
-    }
+        grids = Path(args.output_dir) / "grids"
+        base = grids / "epoch-00000.png" if epoch else None
+        evaluation.save_grid(grid, grids / f"epoch-{epoch:05d}.png", base=base)
+    return evaluation.evaluation_metrics(scores, list(inputs.reward_names))
 
 
 # ----- Main --------------------------------------------------------------------------------------------------------

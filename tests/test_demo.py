@@ -7,8 +7,8 @@ import pytest
 import torch
 from script_runs import reset_accelerate
 
+import evaluation
 import qwen_image
-import rollout
 import train_flowgrpo
 import train_nft
 from prompts import load_prompts
@@ -33,20 +33,20 @@ def evaluate(adapter: Path | None) -> torch.Tensor:
         dtype=torch.float32,
         **size,
     )
-    scores, _ = rollout.sample_evaluation(
+    scores, _ = evaluation.sample_evaluation(
         predict,
         prompts=prompts,
+        sizes=[(64, 64)] * len(prompts),
         embeddings=dict(enumerate(encode(pipeline, texts))),
         negative=None,
         vae=pipeline.vae,
         scorer=Scorer({"glyph_match": glyph_match, "glyph_accuracy": glyph_accuracy}),
         rewards=["glyph_match", "glyph_accuracy"],
-        sigmas=qwen_image.get_sigmas(pipeline.scheduler, 10, **size),
+        sigmas={(64, 64): qwen_image.get_sigmas(pipeline.scheduler, 10, **size)},
         batch_size=32,
         rank=0,
         world_size=1,
         seed=7,
-        **size,
     )
     return scores
 

@@ -91,6 +91,16 @@ def test_three_epochs_are_those_of_one_process(runs, script, kind):
     assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
 
 
+def test_evaluations_are_those_of_one_process(runs):
+    for kind in ("ddp", "fsdp2"):
+        names = [name for name in metrics_of(runs[train_flowgrpo, kind])[0] if name.startswith("eval/")]
+        assert len(names) == 2  # the reward and its interval
+        for name in names:
+            base, trained = zip(*(values_of(runs[train_flowgrpo, k], name) for k in ("one", kind)), strict=True)
+            assert base[0] == base[1]  # the same batches on any number of ranks
+            assert trained[0] == pytest.approx(trained[1], abs=1e-5)
+
+
 def test_groups_that_span_ranks_have_the_same_advantages(runs):
     advantages = []
     for kind in ("one", "ddp"):

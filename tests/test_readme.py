@@ -13,6 +13,7 @@ import smoke
 import torch
 from script_runs import options_of
 
+import evaluation
 import rollout
 import train_flowgrpo
 import train_nft
@@ -28,6 +29,7 @@ SCRIPTS = {
     "train_nft.py": train_nft,
     "rollout.py": rollout,
     "tests/smoke.py": smoke,
+    "evaluation.py": evaluation,
 }
 
 
@@ -48,7 +50,7 @@ def test_commands_parse(command):
         assert words[0] in ("pip", "python"), command
 
 
-@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout])
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout, evaluation])
 def test_every_option_is_in_the_readme_or_a_test(script, monkeypatch):
     parsers = []
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv=None: parsers.append(self))

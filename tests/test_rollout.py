@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evaluation import sample_evaluation
 from qwen_image import (
     SDE_TYPES,
     decode_latents,
@@ -21,7 +22,7 @@ from qwen_image import (
     seeded_noise,
 )
 from rewards import Scorer, jpeg_incompressibility
-from rollout import draw_sde_window, sample_batch, sample_evaluation, write_rollout
+from rollout import draw_sde_window, sample_batch, write_rollout
 from trajectory_cache import (
     NEGATIVE_PROMPT_ID,
     open_cache,
@@ -278,9 +279,9 @@ def evaluate(model, rank, world_size, batch_size=2, seed=0):
         "tag": lambda images, prompts, metadata: [row["tag"] for row in metadata],
     }
     return sample_evaluation(
-        model.predict, prompts=PROMPTS, embeddings=dict(enumerate(model.embeddings)), negative=model.negative,
-        vae=model.vae, scorer=Scorer(rewards), rewards=list(rewards), sigmas=model.sigmas, batch_size=batch_size,
-        rank=rank, world_size=world_size, seed=seed, **SIZE,
+        model.predict, prompts=PROMPTS, sizes=[(HEIGHT, WIDTH)] * 3, embeddings=dict(enumerate(model.embeddings)),
+        negative=model.negative, vae=model.vae, scorer=Scorer(rewards), rewards=list(rewards),
+        sigmas={(HEIGHT, WIDTH): model.sigmas}, batch_size=batch_size, rank=rank, world_size=world_size, seed=seed,
     )  # fmt: skip
 
 

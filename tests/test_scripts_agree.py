@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 
+import evaluation
 import rollout
 import train_flowgrpo
 import train_nft
@@ -47,7 +48,7 @@ def test_functions_of_one_name_are_the_same():
     assert first.keys() & second.keys() >= OWN_FUNCTIONS  # a name that is not in both needs no exception
 
 
-@pytest.mark.parametrize("script", [train_nft, rollout])
+@pytest.mark.parametrize("script", [train_nft, rollout, evaluation])
 def test_options_of_one_name_mean_the_same(script, monkeypatch):
     first, second = options_of(train_flowgrpo, monkeypatch), options_of(script, monkeypatch)
     shared = first.keys() & second.keys()
@@ -61,7 +62,7 @@ def test_options_of_one_name_mean_the_same(script, monkeypatch):
             assert first[name].help == second[name].help, name
 
 
-@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout])
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout, evaluation])
 def test_every_option_has_one_line_of_help(script, monkeypatch):
     for name, action in options_of(script, monkeypatch).items():
         assert action.help, name

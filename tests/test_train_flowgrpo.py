@@ -20,6 +20,7 @@ from script_runs import (
 )
 from script_runs import run as run_any
 
+import evaluation
 import rollout
 import run_folder
 import train_flowgrpo
@@ -80,7 +81,7 @@ def evaluate_pipeline(pipeline) -> float:
     embeddings = dict(enumerate(encode(pipeline, texts, device=torch.device("cpu"), max_sequence_length=512)))
     (negative,) = encode(pipeline, [" "], device=torch.device("cpu"), max_sequence_length=512)
     size = {"height": 64, "width": 64}
-    scores, _ = rollout.sample_evaluation(
+    scores, _ = evaluation.sample_evaluation(
         lambda *tensors, **conditions: rollout.predict_velocity(
             pipeline.transformer,
             *tensors,
@@ -91,17 +92,17 @@ def evaluate_pipeline(pipeline) -> float:
             **conditions,
         ),
         prompts=prompts,
+        sizes=[(64, 64)] * len(prompts),
         embeddings=embeddings,
         negative=negative,
         vae=pipeline.vae,
         scorer=Scorer({"jpeg": jpeg_compressibility}),
         rewards=["jpeg"],
-        sigmas=rollout.get_sigmas(pipeline.scheduler, 4, **size),
+        sigmas={(64, 64): rollout.get_sigmas(pipeline.scheduler, 4, **size)},
         batch_size=4,
         rank=0,
         world_size=1,
         seed=0,
-        **size,
     )
     return scores.mean().item()
 
