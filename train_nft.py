@@ -356,16 +356,16 @@ def nft_loss(
     Velocities, x0 and xt (N, L, C), t (N, 1, 1) in [0, 1], reward_prob (N,). The positive policy lies nft_beta of the
     way from the old one to the current, the implicit negative as far on the other side.
     """
-    positive = nft_beta * forward_prediction + (1 - nft_beta) * old_prediction
-    negative = (1 + nft_beta) * old_prediction - nft_beta * forward_prediction
+    target = xt - x0
 
-    def weighted_error(velocity: Tensor) -> Tensor:
-        error = xt - t * velocity - x0
+    def weighted_error(weight: float) -> Tensor:
+        velocity = torch.lerp(old_prediction, forward_prediction, weight)
+        error = torch.addcmul(target, t, velocity, value=-1)  # what the predicted x0 lacks
         with torch.no_grad():
-            weight = error.abs().mean(dim=(1, 2), dtype=torch.float64).clamp_min(1e-5)
-        return (error**2).mean(dim=(1, 2)) / weight
+            scale = error.abs().mean(dim=(1, 2), dtype=torch.float64).clamp_min(1e-5)
+        return (error**2).mean(dim=(1, 2)) / scale
 
-    losses = reward_prob * weighted_error(positive) + (1 - reward_prob) * weighted_error(negative)
+    losses = reward_prob * weighted_error(nft_beta) + (1 - reward_prob) * weighted_error(-nft_beta)
     return losses * adv_clip_max / nft_beta
 
 
@@ -488,10 +488,13 @@ def train_timesteps(
     """
     with_reference = args.ref_kl_coef > 0
     outputs = forward_timesteps(predictors, step, old_is_current=old_is_current, with_reference=with_reference)
-    flat = {name: tensor.flatten(0, 1) for name, tensor in outputs.items()}
     kept = {name: tensor.detach() for name, tensor in outputs.items()} if args.return_model_output else {}
-    prediction, old = flat["forward_prediction"], flat["old_prediction"]
-    losses = nft_loss(
+    flat = {name: outputs.pop(name).flatten(0, 1) for name in list(outputs)}
+    prediction, old = flat.pop("forward_prediction"), flat.pop("old_prediction")
+    records = {"old_deviate": ((prediction.detach() - old) ** 2).mean(dim=(1, 2))}
+    if with_reference:
+        records["kl_loss"] = ((prediction - flat.pop("ref_forward_prediction")) ** 2).mean(dim=(1, 2))
+    records["policy_loss"] = nft_loss(
         prediction,
         old,
         flat["x0"],
@@ -501,13 +504,10 @@ def train_timesteps(
         nft_beta=args.nft_beta,
         adv_clip_max=args.adv_clip_max,
     )
-    loss = losses.mean()
-    records = {"policy_loss": losses}
+    loss = records["policy_loss"].mean()
     if with_reference:
-        records["kl_loss"] = ((prediction - flat["ref_forward_prediction"]) ** 2).mean(dim=(1, 2))
         loss = loss + args.ref_kl_coef * records["kl_loss"].mean()
-    records["old_deviate"] = ((prediction.detach() - old) ** 2).mean(dim=(1, 2))
-    del outputs, flat, prediction, old  # what the backward needs it has
+    del flat, prediction, old  # what the backward needs it has
     accelerator.backward(loss * weight)
     num_timesteps = step["train_timesteps"].shape[1]
     return {name: tensor.detach().view(-1, num_timesteps) for name, tensor in records.items()}, kept

@@ -185,6 +185,7 @@ def measure_update(
     accelerator, args, velocities = bench.accelerator, parse_script_args(case, *ARMS[arm]), predictors(case, bench)
     cuda = accelerator.device.type == "cuda"
     torch.manual_seed(SEED)
+    gc.collect()
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -366,7 +367,7 @@ def planned_cases(profile: str, timesteps: Sequence[int], algorithms: Sequence[s
                 planned += [(case, "equality")]
         if "timing" in passes and lora_dtype == "float32":
             middle = sorted(timesteps)[len(timesteps) // 2]
-            planned += [(Case(profile, algorithm, lora_dtype, "two_pass", "per_step", middle), "timing")]
+            planned += [(Case(profile, algorithm, lora_dtype, "batched", "per_step", middle), "timing")]
     return planned
 
 
