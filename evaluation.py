@@ -28,26 +28,32 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
-from prompts import load_prompts
+from prompts import Size, load_prompts, parse_size, prompt_sizes
 from qwen_image import (
     adapters_off,
     check_pipeline_class,
     decode_latents,
-    get_sigmas,
     local_pipeline_folder,
     lora_layers,
-    predict_velocity,
+    predict_sized,
     prompt_conditions,
 )
 from rewards import Scorer, check_reward_prompts, check_rewards, check_weights, to_pil
-from rollout import check_numbers, check_sampling, load_models, sample_batch
+from rollout import (
+    check_numbers,
+    check_sampling,
+    load_models,
+    sample_batch,
+    schedules,
+    size_facts,
+    sizes_by_tokens,
+)
 from run_folder import make_folder, run_script
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
 
 EVALUATION = 2**32 - 1  # stands where the epoch does among the seed's words, far from any of them
 GRID_IMAGES = 16
-Size = tuple[int, int]  # height, width
 
 
 def evaluation_batches(sizes: Sequence[Size], batch_size: int) -> list[list[int]]:
@@ -173,7 +179,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt_column", default="prompt", help="column or key that holds the prompt")
     add("--negative_prompt", default=" ", help="negative prompt of true CFG")
     add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
-    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add(
+        "--resolution", type=parse_size, nargs="+", default=[(512, 512)], help="512, or WIDTHxHEIGHT; several by turns"
+    )
+    add("--resolution_column", help="column or key that holds a prompt's own resolution")
     add("--eval_num_inference_steps", type=int, default=50, help="ODE steps of the evaluation")
     add("--true_cfg_scale", type=float, default=4.0, help="true CFG in rollout and update; 1 switches it off")
     add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
@@ -217,6 +226,8 @@ def main(args: argparse.Namespace) -> None:
     prompts = load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
     rewards = check_rewards(args.reward_funcs)
     check_reward_prompts(args.reward_funcs, prompts, "--eval_prompts")
+    sizes = prompt_sizes(prompts, args.resolution, args.resolution_column)
+    run_sizes = sizes_by_tokens(sizes)
     subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
     model_folder = local_pipeline_folder(
         args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
@@ -248,16 +259,14 @@ def main(args: argparse.Namespace) -> None:
             options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
             transformer.load_lora_adapter(args.lora, **options)
         layers = lora_layers(transformer)
-        size = args.resolution, args.resolution
-        sigmas = get_sigmas(sampling.scheduler, args.eval_num_inference_steps, height=size[0], width=size[1])
+        facts = size_facts(sampling.scheduler, args.eval_num_inference_steps, list(run_sizes.values()))
         predict = partial(
-            predict_velocity,
+            predict_sized,
             accelerator.prepare_model(transformer, evaluation_mode=True),
             true_cfg_scale=args.true_cfg_scale,
             cfg_batched=args.cfg_batched,
             dtype=dtype,
-            height=size[0],
-            width=size[1],
+            sizes=run_sizes,
         )
 
         def predict_base(*tensors: Tensor, **conditions: Tensor) -> Tensor:
@@ -273,13 +282,13 @@ def main(args: argparse.Namespace) -> None:
             table, grid = sample_evaluation(
                 model_predict,
                 prompts=prompts,
-                sizes=[size] * len(prompts),
+                sizes=sizes,
                 embeddings=sampling.embeddings,
                 negative=sampling.negative,
                 vae=sampling.vae,
                 scorer=scorer,
                 rewards=list(rewards),
-                sigmas={size: sigmas},
+                sigmas=schedules(facts),
                 batch_size=args.train_batch_size,
                 rank=rank,
                 world_size=accelerator.num_processes,

@@ -7,24 +7,26 @@ number of ranks, and no trajectory ever moves from the rank that made it.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import load_dataset, load_from_disk
+from datasets import Audio, Dataset, Image, Video, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
+Size = tuple[int, int]  # height, width in pixels
+MEDIA = (Audio, Image, Video)  # of a table; decoding them would take minutes and memory
 TABLE_KINDS = {".csv": "csv", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-def load_prompts(
-    name_or_path: str, *, column: str = "prompt", split: str = "train", option: str = "--prompts"
-) -> list[dict[str, Any]]:
+def load_prompts(name_or_path: str, *, column: str = "prompt", option: str = "--prompts") -> list[dict[str, Any]]:
     """Read prompts as dicts that hold at least "prompt"; what else a row has is metadata for the rewards.
 
-    A .txt file has one prompt a line, a .jsonl file one object a line; any other path or name is given to `datasets`.
+    A .txt file has one prompt a line, a .jsonl file one object a line; any other path or name is given to `datasets`,
+    with the split after a colon, if not `train`. Images, sound and video of a table are left out.
     Raises ValueError that names the file and the line, or the `option` that gave it.
     """
     if not name_or_path:
@@ -64,7 +66,7 @@ def load_prompts(
                     )
                 table = load_dataset(TABLE_KINDS[path.suffix], data_files=str(path), split="train")
             else:
-                table = load_dataset(name_or_path, split=split)
+                table = load_split(name_or_path, option)
         except (DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{option} {name_or_path} cannot be read as a table: {error.__cause__ or error}"
@@ -78,7 +80,8 @@ def load_prompts(
             raise ValueError(
                 f"{name_or_path} has no column {column!r} but {', '.join(table.column_names)}: --prompt_column"
             )
-        rows = [dict(row) for row in table]
+        text = [name for name, feature in table.features.items() if not isinstance(feature, MEDIA)]
+        rows = [dict(row) for row in table.select_columns(text)]
         row_numbers = range(1, len(rows) + 1)
 
     prompts = []
@@ -90,6 +93,50 @@ def load_prompts(
     if not prompts:
         raise ValueError(f"{name_or_path} holds no prompt: write one a line")
     return prompts
+
+
+def load_split(name: str, option: str) -> Dataset:
+    """A folder or a data set of the hub, `name` or `name:split`. Raises ValueError for an unknown split."""
+    name, _, split = (name, "", "") if Path(name).exists() else name.partition(":")
+    try:
+        return load_dataset(name, split=split or "train")
+    except ValueError as error:
+        raise ValueError(f"{option} {name}, split {split or 'train'}: {error}; write NAME:SPLIT") from error
+
+
+def parse_size(text: str) -> Size:
+    """`512` or `WIDTHxHEIGHT` to (height, width). Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", str(text).strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size: write 512, or WIDTHxHEIGHT such as 768x512")
+    width, height = int(match[1]), int(match[2] or match[1])
+    return height, width
+
+
+def size_name(size: Size) -> str:
+    """What parse_size reads."""
+    height, width = size
+    return f"{width}" if height == width else f"{width}x{height}"
+
+
+def prompt_sizes(
+    prompts: Sequence[Mapping[str, Any]], resolutions: Sequence[Size], column: str | None, *, epoch: int = 0
+) -> list[Size]:
+    """Each prompt's image size: of its own column, or of the run's resolutions by turns, which move on every epoch.
+
+    Raises ValueError that names the row.
+    """
+    if column is None:
+        return [resolutions[(index + epoch) % len(resolutions)] for index in range(len(prompts))]
+    sizes = []
+    for number, row in enumerate(prompts, start=1):
+        if column not in row:
+            raise ValueError(f"--resolution_column {column}: prompt {number} has none of that name, but {sorted(row)}")
+        try:
+            sizes.append(parse_size(row[column]))
+        except ValueError as error:
+            raise ValueError(f"--resolution_column {column}: prompt {number}: {error}") from error
+    return sizes
 
 
 def check_batch_arithmetic(

@@ -502,6 +502,14 @@ def predict_velocity(
     return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
 
+def predict_sized(
+    transformer: nn.Module, latents: Tensor, timesteps: Tensor, *, sizes: Mapping[int, tuple[int, int]], **options: Any
+) -> Tensor:
+    """predict_velocity of a run with images of several sizes: the number of tokens tells (height, width)."""
+    height, width = sizes[latents.shape[1]]
+    return predict_velocity(transformer, latents, timesteps, height=height, width=width, **options)
+
+
 def concatenate_conditions(
     embeds: Tensor, mask: Tensor | None, other_embeds: Tensor, other_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
-from prompts import batch_samples, check_batch_arithmetic, epoch_samples, load_prompts, rank_batches
+from prompts import (
+    Size,
+    batch_samples,
+    check_batch_arithmetic,
+    epoch_samples,
+    load_prompts,
+    parse_size,
+    prompt_sizes,
+    rank_batches,
+    size_name,
+)
 from qwen_image import (
     PIXELS_PER_TOKEN,
     SDE_TYPES,
@@ -41,7 +51,7 @@ from qwen_image import (
     get_sigmas,
     load_pipeline,
     local_pipeline_folder,
-    predict_velocity,
+    predict_sized,
     prompt_conditions,
     sde_step_with_logprob,
     seeded_noise,
@@ -100,17 +110,63 @@ def check_numbers(
             raise ValueError(f"--{name} is {value}: give a number below 2**63")
 
 
-def check_sampling(resolution: int, num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
+def check_sampling(resolutions: Sequence[Size], num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
     """Raise ValueError for sizes that cannot be sampled."""
-    if resolution <= 0 or resolution % PIXELS_PER_TOKEN:
-        nearest = max(1, round(resolution / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN
-        raise ValueError(f"--resolution {resolution}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is {nearest}")
+    for size in resolutions:
+        if any(side <= 0 or side % PIXELS_PER_TOKEN for side in size):
+            nearest = tuple(max(1, round(side / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for side in size)
+            raise ValueError(
+                f"--resolution {size_name(size)}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is "
+                f"{size_name(nearest)}"
+            )
     if num_inference_steps < 2:
         raise ValueError(f"--num_inference_steps {num_inference_steps}: give at least 2")
     if true_cfg_scale < 1:
         raise ValueError(f"--true_cfg_scale {true_cfg_scale}: give 1, which is no CFG, or more")
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed is {seed}: give 0 to {2**32 - 1}, what all random generators take")
+
+
+def num_tokens(size: Size) -> int:
+    """L of images of a size."""
+    return (size[0] // PIXELS_PER_TOKEN) * (size[1] // PIXELS_PER_TOKEN)
+
+
+def sizes_by_tokens(
+    sizes: Sequence[Size], *, images_per_prompt: int | None = None, batch_size: int | None = None
+) -> dict[int, Size]:
+    """A run's sizes by their number of tokens, which tells them apart. Raises ValueError where it does not, and where
+    prompts of several sizes would share a batch."""
+    by_tokens: dict[int, Size] = {}
+    for size in sizes:
+        check_sampling([size], 2, 1.0, seed=0)
+        other = by_tokens.setdefault(num_tokens(size), size)
+        if other != size:
+            raise ValueError(
+                f"resolutions {size_name(other)} and {size_name(size)} have equally many tokens, by which a run tells "
+                "its sizes apart: change a side"
+            )
+    if len(by_tokens) > 1 and batch_size is not None and images_per_prompt % batch_size:
+        raise ValueError(
+            f"--train_batch_size {batch_size} with several resolutions: a batch has one size, so "
+            f"--num_images_per_prompt, {images_per_prompt}, must be a multiple of it"
+        )
+    return dict(sorted(by_tokens.items()))
+
+
+def size_facts(scheduler: FlowMatchEulerDiscreteScheduler, num_inference_steps: int, sizes: Sequence[Size]) -> dict:
+    """Sizes and their sigma tables as a manifest has them: lists where there are several."""
+    tables = [get_sigmas(scheduler, num_inference_steps, height=h, width=w).tolist() for h, w in sizes]
+    if len(sizes) == 1:
+        return {"height": sizes[0][0], "width": sizes[0][1], "sigmas": tables[0]}
+    return {"sizes": [list(size) for size in sizes], "sigmas": tables}
+
+
+def schedules(facts: Mapping[str, Any]) -> dict[Size, Tensor]:
+    """The sigma table (N+1,) of each size of a manifest."""
+    if "sizes" not in facts:
+        return {(facts["height"], facts["width"]): torch.tensor(facts["sigmas"])}
+    return {tuple(size): torch.tensor(s) for size, s in zip(facts["sizes"], facts["sigmas"], strict=True)}
 
 
 def check_sde_window(
@@ -262,9 +318,8 @@ def write_rollout(
     vae: torch.nn.Module,
     scorer: Scorer,
     rewards: Sequence[str],
-    sigmas: Tensor,
-    height: int,
-    width: int,
+    sizes: Sequence[Size],
+    sigmas: Mapping[Size, Tensor],
     seed_words: tuple[int, int],
     fields: Sequence[str],
     sde_window: tuple[int, int] = (0, 0),
@@ -277,6 +332,7 @@ def write_rollout(
     those of the scorer's that `rewards` names; with workers, images are scored while the next ones are sampled.
 
     batches lists the epoch's sample numbers of each batch; prompt_ids gives the prompt of every sample of the epoch;
+    sizes that of each prompt's images, which is the same throughout a batch; sigmas the schedule of each size;
     seed_words is (seed, epoch). predict(latents, timesteps, **conditions) is the policy; `fields` are kept on disk.
     """
     device = next(vae.parameters()).device
@@ -292,12 +348,13 @@ def write_rollout(
     with table_writer(folder / f"trajectories-{shard:05d}.arrow") as write:
         for batch in tqdm(batches, desc="rollout", leave=False, disable=not show_progress):
             ids = [prompt_ids[sample] for sample in batch]
+            ((height, width),) = {sizes[prompt_id] for prompt_id in ids}
             trajectories = sample_batch(
                 predict,
                 conditions=prompt_conditions([embeddings[prompt_id] for prompt_id in ids], negative),
                 samples=batch,
                 device=device,
-                sigmas=sigmas,
+                sigmas=sigmas[height, width],
                 height=height,
                 width=width,
                 sde_window=sde_window,
@@ -417,8 +474,9 @@ def check_cache(
         found = cache.facts.get(name)
         same = found == value
         if isinstance(value, list) and isinstance(found, list) and len(value) == len(found):
-            numbers = all(isinstance(number, int | float) for number in found)
-            same = numbers and np.allclose(value, found, rtol=0, atol=1e-6)
+            flat, others = ([n for x in v for n in (x if isinstance(x, list) else [x])] for v in (value, found))
+            numbers = all(isinstance(number, int | float) for number in others) and len(flat) == len(others)
+            same = numbers and np.allclose(flat, others, rtol=0, atol=1e-6)
         if not same:
             raise ValueError(
                 f"the trajectory cache was made with {name} {found}, this run has {value}: change the option (for "
@@ -447,11 +505,13 @@ def check_cache(
                 f"the trajectory cache's reward of sample {sample} is {reward}: write finite numbers up to "
                 f"{LARGEST:.0e}"
             )
-    shape = ((expected["height"] // PIXELS_PER_TOKEN) * (expected["width"] // PIXELS_PER_TOKEN), 64)
-    sigmas = torch.tensor(expected["sigmas"])
+    by_tokens = {num_tokens(size): sigmas for size, sigmas in schedules(expected).items()}
     for row in range(len(samples)):
         tensors = read_tensors(cache.trajectories, row)
-        check_trajectory(tensors, row, shape=shape, sigmas=sigmas)
+        latents = tensors.get("all_latents", tensors.get("latents_clean"))
+        tokens = latents.shape[-2] if latents is not None and latents.ndim > 1 else 0
+        tokens = tokens if tokens in by_tokens else next(iter(by_tokens))
+        check_trajectory(tensors, row, shape=(tokens, 64), sigmas=by_tokens[tokens])
         if reads_values:
             check_all_finite(tensors, f"row {row}")
     unknown = sorted(set(cache.prompt_ids) - set(cache.prompt_rows))
@@ -553,7 +613,7 @@ def sample_batch(
     solver: str = "euler",
 ) -> dict[str, Tensor]:
     """Trajectories of one batch whose noise depends on (seed, epoch, sample) alone; the default is plain ODE."""
-    shape = ((height // PIXELS_PER_TOKEN) * (width // PIXELS_PER_TOKEN), 64)
+    shape = num_tokens((height, width)), 64
     conditions = {name: tensor.to(device) for name, tensor in conditions.items()}
 
     def noise(*stream: int) -> Tensor:
@@ -592,7 +652,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
 
     add = parser.add_argument_group("rollout").add_argument
-    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add(
+        "--resolution", type=parse_size, nargs="+", default=[(512, 512)], help="512, or WIDTHxHEIGHT; several by turns"
+    )
+    add("--resolution_column", help="column or key that holds a prompt's own resolution")
     add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
     add("--true_cfg_scale", type=float, default=4.0, help="true CFG in rollout and update; 1 switches it off")
     add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
@@ -635,8 +698,8 @@ def main(args: argparse.Namespace) -> None:
     """Sample one epoch's prompts and write the cache; ranks share the batches."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_supported(os.environ)
-    sizes = ("num_prompts_per_epoch", "num_images_per_prompt", "train_batch_size", "max_sequence_length")
-    check_numbers(vars(args), above_zero=(*sizes, "reward_timeout"), not_negative=("epoch", "reward_workers"))
+    above_zero = ("num_prompts_per_epoch", "num_images_per_prompt", "train_batch_size", "max_sequence_length")
+    check_numbers(vars(args), above_zero=(*above_zero, "reward_timeout"), not_negative=("epoch", "reward_workers"))
     check_weights(args.reward_funcs, args.reward_weights)
     check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     check_sde_window(
@@ -657,6 +720,12 @@ def main(args: argparse.Namespace) -> None:
     prompts = load_prompts(args.prompts, column=args.prompt_column)
     rewards = check_rewards(args.reward_funcs)
     check_reward_prompts(args.reward_funcs, prompts, "--prompts")
+    sizes = prompt_sizes(prompts, args.resolution, args.resolution_column, epoch=args.epoch)
+    run_sizes = sizes_by_tokens(
+        list(dict.fromkeys(sizes if args.resolution_column else args.resolution)),
+        images_per_prompt=args.num_images_per_prompt,
+        batch_size=args.train_batch_size,
+    )
     reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
     subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
     model_folder = local_pipeline_folder(
@@ -673,8 +742,8 @@ def main(args: argparse.Namespace) -> None:
     own_batches = rank_batches(1, batches_per_update, rank=rank, world_size=world_size)
     batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
     own_samples = [sample for batch in batches for sample in batch]
-    sizes = len(prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
-    prompt_ids = epoch_samples(*sizes, seed=args.seed, epoch=args.epoch)
+    counts = len(prompts), args.num_prompts_per_epoch, args.num_images_per_prompt
+    prompt_ids = epoch_samples(*counts, seed=args.seed, epoch=args.epoch)
     window = draw_sde_window(
         args.sde_window_size, args.sde_window_range, args.num_inference_steps, seed=args.seed, epoch=args.epoch,
         schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
@@ -697,15 +766,14 @@ def main(args: argparse.Namespace) -> None:
         if args.lora is not None:
             options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
             transformer.load_lora_adapter(args.lora, **options)
-        size = {"height": args.resolution, "width": args.resolution}
-        sigmas = get_sigmas(sampling.scheduler, args.num_inference_steps, **size)
+        facts = size_facts(sampling.scheduler, args.num_inference_steps, list(run_sizes.values()))
         predict = partial(
-            predict_velocity,
+            predict_sized,
             accelerator.prepare_model(transformer, evaluation_mode=True),
             true_cfg_scale=args.true_cfg_scale,
             cfg_batched=args.cfg_batched,
             dtype=dtype,
-            **size,
+            sizes=run_sizes,
         )
         fields = ["all_latents", "sigmas", "sigma_max", "all_timesteps", "old_log_probs", "latents_clean"]
         sampling.vae.to(device)
@@ -722,14 +790,14 @@ def main(args: argparse.Namespace) -> None:
             vae=sampling.vae,
             scorer=scorer,
             rewards=list(rewards),
-            sigmas=sigmas,
+            sizes=sizes,
+            sigmas=schedules(facts),
             sde_window=window,
             sde_type=args.sde_type,
             noise_level=args.noise_level,
             seed_words=(args.seed, args.epoch),
             fields=[*fields, "old_prev_sample_mean"] if args.keep_prev_sample_mean else fields,
             show_progress=accelerator.is_local_main_process,
-            **size,
         )
     scorer.close()
     table = torch.zeros(len(prompt_ids), len(rewards), dtype=torch.float64)
@@ -738,12 +806,12 @@ def main(args: argparse.Namespace) -> None:
     how = {"aggregation": args.reward_aggregation, "global_std": args.global_std}
     totals, advantages = combine_rewards(table, reward_weights, torch.tensor(prompt_ids), **how)
     write_values(folder, rank, own_samples, prompt_ids, table, list(rewards), totals, advantages)
-    facts = {
+    facts |= {
         "num_shards": world_size, "epoch": args.epoch, "seed": args.seed, "sde_window": window,
-        "model": transformer_fingerprint(model_folder), "sigmas": sigmas.tolist(), "sde_type": args.sde_type,
+        "model": transformer_fingerprint(model_folder), "sde_type": args.sde_type,
         "noise_level": args.noise_level, "true_cfg_scale": args.true_cfg_scale,
     }  # fmt: skip
-    write_manifest(folder, rank, facts | size)
+    write_manifest(folder, rank, facts)
     accelerator.wait_for_everyone()
     accelerator.print(f"{len(prompt_ids)} trajectories are in {folder}, mean reward {totals.mean():.4g}")
     accelerator.end_training()

@@ -42,9 +42,20 @@ import qwen_image
 import rollout
 import run_folder
 import sharding
-from prompts import batch_samples, check_batch_arithmetic, epoch_samples, fill_batches, load_prompts, rank_batches
+from prompts import (
+    Size,
+    batch_samples,
+    check_batch_arithmetic,
+    epoch_samples,
+    fill_batches,
+    load_prompts,
+    parse_size,
+    prompt_sizes,
+    rank_batches,
+    size_name,
+)
 from prompts import update_plan as plan_updates
-from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, SDE_TYPES, get_sigmas, predict_velocity, sde_step_with_logprob
+from qwen_image import LORA_TARGETS, SDE_TYPES, predict_sized, sde_step_with_logprob
 from rewards import (
     AGGREGATIONS,
     Scorer,
@@ -91,7 +102,7 @@ DEMO_DEFAULTS = {
     "eval_prompts": str(HERE / "assets/demo_eval_prompts.txt"),
     "reward_funcs": ["glyph_match"],
     "eval_reward_funcs": ["glyph_accuracy", "jpeg_incompressibility"],
-    "resolution": 64,
+    "resolution": [(64, 64)],
     "true_cfg_scale": 1.0,
     "noise_level": 0.8,
     "num_prompts_per_epoch": 8,
@@ -132,7 +143,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
 
     add = parser.add_argument_group("rollout").add_argument
-    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add(
+        "--resolution", type=parse_size, nargs="+", default=[(512, 512)], help="512, or WIDTHxHEIGHT; several by turns"
+    )
+    add("--resolution_column", help="column or key that holds a prompt's own resolution")
     add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
     add("--true_cfg_scale", type=float, default=4.0, help="true CFG in rollout and update; 1 switches it off")
     add("--cfg_batched", action=flag, default=True, help="both CFG predictions in one forward of twice the batch")
@@ -211,7 +225,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     """Refuse what the options of both scripts show to be wrong. Raises ValueError: what, the values, what to do."""
     above_zero = (
-        "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
+        "rank", "lora_alpha", "max_sequence_length", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
         "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
@@ -555,6 +569,7 @@ class Inputs(NamedTuple):
     checkpoint: Path | None
     state: dict[str, Any] | None  # the checkpoint's counters
     num_samples: int  # N of an epoch, over all ranks
+    sizes: dict[int, Size]  # the run's image sizes by their number of tokens
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
@@ -582,12 +597,17 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         eval_prompts = load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
     check_reward_prompts(trained, prompts, "--prompts")
     check_reward_prompts(list(reward_names.values()), eval_prompts, "--eval_prompts")
+    sizes = args.resolution
+    if args.resolution_column is not None and online:
+        sizes = [size for rows in (prompts, eval_prompts) for size in prompt_sizes(rows, [], args.resolution_column)]
+    images, batch_size = args.num_images_per_prompt, args.train_batch_size
+    sizes = rollout.sizes_by_tokens(list(dict.fromkeys(sizes)), images_per_prompt=images, batch_size=batch_size)
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
         reads_values = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of a node reads every byte
         cache = open_cache(args.trajectory_cache, verify_checksums=reads_values)
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
-        facts = cache_facts(args, scheduler, model_folder)
+        facts = cache_facts(args, scheduler, model_folder, list(sizes.values()))
         size, num_updates = args.train_batch_size, args.num_updates_per_epoch
         rollout.check_cache(
             cache,
@@ -619,6 +639,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         checkpoint=checkpoint,
         state=state,
         num_samples=num_samples,
+        sizes=sizes,
     )
 
 
@@ -632,12 +653,11 @@ def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cache_facts(
-    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path
+    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path, sizes: Sequence[Size]
 ) -> dict[str, Any]:
     """What a cache's manifest says of its rollout, and a run that trains from it must share."""
-    sigmas = get_sigmas(scheduler, args.num_inference_steps, height=args.resolution, width=args.resolution)
     facts = {"model": qwen_image.transformer_fingerprint(model_folder)}
-    facts |= {"height": args.resolution, "width": args.resolution, "sigmas": sigmas.tolist()}
+    facts |= rollout.size_facts(scheduler, args.num_inference_steps, sizes)
     return facts | {name: getattr(args, name) for name in ("sde_type", "noise_level", "true_cfg_scale")}
 
 
@@ -646,9 +666,10 @@ def needed_fields(args: argparse.Namespace) -> list[str]:
     return [*ROLLOUT_FIELDS, *(["old_prev_sample_mean"] if args.policy_loss in NEEDS_OLD_MEAN else [])]
 
 
-def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int) -> dict[str, int]:
-    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk."""
-    size, tokens = args.train_batch_size, (args.resolution // PIXELS_PER_TOKEN) ** 2
+def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int, tokens: int) -> dict[str, int]:
+    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk, for
+    images of `tokens` tokens."""
+    size = args.train_batch_size
     shapes = {"all_latents": (size, num_timesteps + 1, tokens, 64), "sigmas": (size, num_timesteps + 1)}
     shapes |= dict.fromkeys(("all_timesteps", "advantages", "old_log_probs"), (size, num_timesteps))
     if args.policy_loss in NEEDS_OLD_MEAN:
@@ -667,14 +688,16 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         num_timesteps = args.sde_window_size or args.num_inference_steps - 1
     else:
         num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), CACHED_FIELDS)
-    planned = planned_bytes(args, num_timesteps, inputs.num_samples)
+    planned = planned_bytes(args, num_timesteps, inputs.num_samples, max(inputs.sizes))
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
     shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
-    demo = f"demo pipeline at {args.resolution} px, whose defaults are {shown}"
+    sizes = ", ".join(size_name(size) for size in inputs.sizes.values())
+    demo = f"demo pipeline, whose defaults are {shown}"
     accelerator.print(
         f"***** FlowGRPO *****\n"
         f"model              {args.pretrained_model_name_or_path or demo}\n"
         f"parameters         {census}\n"
+        f"resolution         {sizes}\n"
         f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}\n"
         f"epoch              {inputs.num_samples} samples ({args.num_prompts_per_epoch} prompts x "
@@ -707,7 +730,13 @@ class Policy(NamedTuple):
     predict_reference: Callable[..., Tensor]  # velocity of the base model
 
 
-def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer: nn.Module, num_steps: int) -> Policy:
+def make_policy(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    transformer: nn.Module,
+    num_steps: int,
+    sizes: Mapping[int, Size],
+) -> Policy:
     """Adapter or full weights, optimizer and schedule of `num_steps` optimizer steps, prepared by accelerate."""
     set_seed(args.seed)  # every rank makes the same adapter
     if args.use_lora:
@@ -735,10 +764,9 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
     )
     transformer, optimizer, trainable = sharding.prepare_policy(accelerator, transformer, optimizer)
     predict = partial(
-        predict_velocity,
+        predict_sized,
         transformer,
-        height=args.resolution,
-        width=args.resolution,
+        sizes=sizes,
         true_cfg_scale=args.true_cfg_scale,
         cfg_batched=args.cfg_batched,
         dtype=sharding.compute_dtype(accelerator),
@@ -791,9 +819,8 @@ def roll_out(
         vae=sampling.vae,
         scorer=scorer,
         rewards=inputs.rewards,
-        sigmas=torch.tensor(facts["sigmas"]),
-        height=args.resolution,
-        width=args.resolution,
+        sizes=prompt_sizes(inputs.prompts, args.resolution, args.resolution_column, epoch=epoch),
+        sigmas=rollout.schedules(facts),
         sde_window=window,
         sde_type=args.sde_type,
         noise_level=args.noise_level,
@@ -905,20 +932,19 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean rewards, with intervals, of the current policy's ODE images of the evaluation prompts; a grid of 16 of them
     beside the base model's."""
-    size = args.resolution, args.resolution
-    sigmas = get_sigmas(sampling.scheduler, args.eval_num_inference_steps, height=size[0], width=size[1])
+    facts = rollout.size_facts(sampling.scheduler, args.eval_num_inference_steps, list(inputs.sizes.values()))
     sampling.vae.to(accelerator.device)
     scorer.to(accelerator.device, list(inputs.reward_names))
     scores, grid = evaluation.sample_evaluation(
         policy.predict,
         prompts=inputs.eval_prompts,
-        sizes=[size] * len(inputs.eval_prompts),
+        sizes=prompt_sizes(inputs.eval_prompts, args.resolution, args.resolution_column),
         embeddings=sampling.eval_embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
         scorer=scorer,
         rewards=list(inputs.reward_names),
-        sigmas={size: sigmas},
+        sigmas=rollout.schedules(facts),
         batch_size=args.train_batch_size,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
@@ -995,9 +1021,13 @@ def main(args: argparse.Namespace) -> None:
         negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
         max_sequence_length=args.max_sequence_length,
     )
-    facts = cache_facts(args, sampling.scheduler, inputs.model_folder)
+    facts = cache_facts(args, sampling.scheduler, inputs.model_folder, list(inputs.sizes.values()))
     policy = make_policy(
-        args, accelerator, transformer, num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
+        args,
+        accelerator,
+        transformer,
+        num_epochs * args.num_inner_epochs * args.num_updates_per_epoch,
+        inputs.sizes,
     )
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
     print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))

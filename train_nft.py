@@ -45,9 +45,19 @@ import qwen_image
 import rollout
 import run_folder
 import sharding
-from prompts import batch_samples, check_batch_arithmetic, epoch_samples, load_prompts, rank_batches
+from prompts import (
+    Size,
+    batch_samples,
+    check_batch_arithmetic,
+    epoch_samples,
+    load_prompts,
+    parse_size,
+    prompt_sizes,
+    rank_batches,
+    size_name,
+)
 from prompts import update_plan as plan_updates
-from qwen_image import LORA_TARGETS, PIXELS_PER_TOKEN, get_sigmas, predict_velocity, seeded_noise
+from qwen_image import LORA_TARGETS, predict_sized, seeded_noise
 from rewards import (
     AGGREGATIONS,
     Scorer,
@@ -100,7 +110,7 @@ DEMO_DEFAULTS = {
     "eval_prompts": str(HERE / "assets/demo_eval_prompts.txt"),
     "reward_funcs": ["glyph_match"],
     "eval_reward_funcs": ["glyph_accuracy", "jpeg_incompressibility"],
-    "resolution": 64,
+    "resolution": [(64, 64)],
     "true_cfg_scale": 1.0,
     "num_prompts_per_epoch": 8,
     "train_batch_size": 16,
@@ -144,7 +154,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max_sequence_length", type=int, default=512, help="longest prompt in tokens")
 
     add = parser.add_argument_group("rollout").add_argument
-    add("--resolution", type=int, default=512, help="height and width of the images in pixels")
+    add(
+        "--resolution", type=parse_size, nargs="+", default=[(512, 512)], help="512, or WIDTHxHEIGHT; several by turns"
+    )
+    add("--resolution_column", help="column or key that holds a prompt's own resolution")
     add("--num_inference_steps", type=int, default=10, help="denoising steps of the rollout")
     add("--rollout_solver", choices=rollout.SOLVERS, default="euler", help="ODE solver; unipc is of second order")
     add("--true_cfg_scale", type=float, default=1.0, help="true CFG in rollout and update; 1 switches it off")
@@ -221,7 +234,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     """Refuse what the options of both scripts show to be wrong. Raises ValueError: what, the values, what to do."""
     above_zero = (
-        "rank", "lora_alpha", "max_sequence_length", "resolution", "num_prompts_per_epoch", "num_images_per_prompt",
+        "rank", "lora_alpha", "max_sequence_length", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
         "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
@@ -600,6 +613,7 @@ class Inputs(NamedTuple):
     checkpoint: Path | None
     state: dict[str, Any] | None  # the checkpoint's counters
     num_samples: int  # N of an epoch, over all ranks
+    sizes: dict[int, Size]  # the run's image sizes by their number of tokens
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
@@ -627,12 +641,17 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         eval_prompts = load_prompts(args.eval_prompts, column=args.prompt_column, option="--eval_prompts")
     check_reward_prompts(trained, prompts, "--prompts")
     check_reward_prompts(list(reward_names.values()), eval_prompts, "--eval_prompts")
+    sizes = args.resolution
+    if args.resolution_column is not None and online:
+        sizes = [size for rows in (prompts, eval_prompts) for size in prompt_sizes(rows, [], args.resolution_column)]
+    images, batch_size = args.num_images_per_prompt, args.train_batch_size
+    sizes = rollout.sizes_by_tokens(list(dict.fromkeys(sizes)), images_per_prompt=images, batch_size=batch_size)
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
         reads_values = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of a node reads every byte
         cache = open_cache(args.trajectory_cache, verify_checksums=reads_values)
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
-        facts = cache_facts(args, scheduler, model_folder)
+        facts = cache_facts(args, scheduler, model_folder, list(sizes.values()))
         size, num_updates = args.train_batch_size, args.num_updates_per_epoch
         rollout.check_cache(
             cache,
@@ -664,6 +683,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         checkpoint=checkpoint,
         state=state,
         num_samples=num_samples,
+        sizes=sizes,
     )
 
 
@@ -677,18 +697,18 @@ def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cache_facts(
-    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path
+    args: argparse.Namespace, scheduler: FlowMatchEulerDiscreteScheduler, model_folder: Path, sizes: Sequence[Size]
 ) -> dict[str, Any]:
     """What a cache's manifest says of its rollout, and a run that trains from it must share."""
-    sigmas = get_sigmas(scheduler, args.num_inference_steps, height=args.resolution, width=args.resolution)
     facts = {"model": qwen_image.transformer_fingerprint(model_folder)}
-    facts |= {"height": args.resolution, "width": args.resolution, "sigmas": sigmas.tolist()}
+    facts |= rollout.size_facts(scheduler, args.num_inference_steps, sizes)
     return facts | {"true_cfg_scale": args.true_cfg_scale}
 
 
-def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int) -> dict[str, int]:
-    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk."""
-    size, tokens = args.train_batch_size, (args.resolution // PIXELS_PER_TOKEN) ** 2
+def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int, tokens: int) -> dict[str, int]:
+    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk, for
+    images of `tokens` tokens."""
+    size = args.train_batch_size
     shapes = dict.fromkeys(("train_timesteps", "reward_prob"), (size, num_timesteps))
     if args.forward_noise == "per_step":
         shapes["forward_noise"] = (size, num_timesteps, tokens, 64)
@@ -703,14 +723,16 @@ def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int
 def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inputs, census: str) -> None:
     """What runs, in numbers, before it runs."""
     num_timesteps = max(1, int(args.num_inference_steps * args.timestep_fraction))
-    planned = planned_bytes(args, num_timesteps, inputs.num_samples)
+    planned = planned_bytes(args, num_timesteps, inputs.num_samples, max(inputs.sizes))
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
     shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
-    demo = f"demo pipeline at {args.resolution} px, whose defaults are {shown}"
+    sizes = ", ".join(size_name(size) for size in inputs.sizes.values())
+    demo = f"demo pipeline, whose defaults are {shown}"
     accelerator.print(
         f"***** DiffusionNFT *****\n"
         f"model              {args.pretrained_model_name_or_path or demo}\n"
         f"parameters         {census}\n"
+        f"resolution         {sizes}\n"
         f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}\n"
         f"epoch              {inputs.num_samples} samples ({args.num_prompts_per_epoch} prompts x "
@@ -740,7 +762,13 @@ class Policy(NamedTuple):
     old_transformer: nn.Module | None  # of full-weight runs
 
 
-def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer: nn.Module, num_steps: int) -> Policy:
+def make_policy(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    transformer: nn.Module,
+    num_steps: int,
+    sizes: Mapping[int, Size],
+) -> Policy:
     """Adapters or full weights of the current and the old policy, optimizer and schedule of `num_steps` optimizer
     steps, prepared by accelerate."""
     set_seed(args.seed)  # every rank makes the same adapter
@@ -772,10 +800,9 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
     )
     transformer, optimizer, trainable = sharding.prepare_policy(accelerator, transformer, optimizer)
     predict = partial(
-        predict_velocity,
+        predict_sized,
         transformer,
-        height=args.resolution,
-        width=args.resolution,
+        sizes=sizes,
         true_cfg_scale=args.true_cfg_scale,
         cfg_batched=args.cfg_batched,
         dtype=sharding.compute_dtype(accelerator),
@@ -790,7 +817,7 @@ def make_policy(args: argparse.Namespace, accelerator: Accelerator, transformer:
         old_transformer = sharding.prepare_frozen(accelerator, old_transformer)
         parameters = zip(transformer.parameters(), old_transformer.parameters(), strict=True)
         current, old = zip(*[pair for pair in parameters if pair[0].requires_grad], strict=True)
-        predictors = Predictors(predict, partial(predict_velocity, old_transformer, **predict.keywords), predict)
+        predictors = Predictors(predict, partial(predict_sized, old_transformer, **predict.keywords), predict)
     return Policy(
         transformer, optimizer, lr_scheduler, trainable, predictors, list(old), list(current), old_transformer
     )
@@ -852,9 +879,8 @@ def roll_out(
         vae=sampling.vae,
         scorer=scorer,
         rewards=inputs.rewards,
-        sigmas=torch.tensor(facts["sigmas"]),
-        height=args.resolution,
-        width=args.resolution,
+        sizes=prompt_sizes(inputs.prompts, args.resolution, args.resolution_column, epoch=epoch),
+        sigmas=rollout.schedules(facts),
         seed_words=(args.seed, epoch),
         fields=ROLLOUT_FIELDS,
         solver=args.rollout_solver,
@@ -882,7 +908,7 @@ def update_policy(
     args: argparse.Namespace,
     accelerator: Accelerator,
     policy: Policy,
-    sigmas: Tensor,
+    schedules: Mapping[int, Tensor],
     cache: TrajectoryCache,
     advantages: Tensor,
     own_batches: Sequence[int],
@@ -890,7 +916,8 @@ def update_policy(
     *,
     old_is_current: bool,
 ) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
-    """All updates of an epoch, one timestep of one micro-batch after the other. advantages (N,), sigmas (N+1,).
+    """All updates of an epoch, one timestep of one micro-batch after the other. advantages (N,);
+    schedules: sigmas (N+1,) by a size's number of tokens.
 
     Yields each update's metrics and kept outputs.
     """
@@ -902,6 +929,7 @@ def update_policy(
     def micro_batch(batch: int, inner_epoch: int) -> dict[str, Any]:
         samples, words = batch_samples(batch, size), (args.seed, epoch, inner_epoch)
         fields = rollout.load_micro_batch(cache, [row_of[sample] for sample in samples])
+        sigmas = schedules[fields["latents_clean"][0].shape[0]]  # a batch has one size
         timesteps = draw_train_timesteps(args, sigmas, samples, words)
         fields |= {"train_timesteps": timesteps, "sample_index": samples, "noise_words": words}
         fields["reward_prob"] = probabilities[samples][:, None].expand_as(timesteps)
@@ -949,20 +977,19 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean rewards, with intervals, of the current policy's ODE images of the evaluation prompts; a grid of 16 of them
     beside the base model's."""
-    size = args.resolution, args.resolution
-    sigmas = get_sigmas(sampling.scheduler, args.eval_num_inference_steps, height=size[0], width=size[1])
+    facts = rollout.size_facts(sampling.scheduler, args.eval_num_inference_steps, list(inputs.sizes.values()))
     sampling.vae.to(accelerator.device)
     scorer.to(accelerator.device, list(inputs.reward_names))
     scores, grid = evaluation.sample_evaluation(
         policy.predictors.current,
         prompts=inputs.eval_prompts,
-        sizes=[size] * len(inputs.eval_prompts),
+        sizes=prompt_sizes(inputs.eval_prompts, args.resolution, args.resolution_column),
         embeddings=sampling.eval_embeddings,
         negative=sampling.negative,
         vae=sampling.vae,
         scorer=scorer,
         rewards=list(inputs.reward_names),
-        sigmas={size: sigmas},
+        sigmas=rollout.schedules(facts),
         batch_size=args.train_batch_size,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
@@ -1039,15 +1066,20 @@ def main(args: argparse.Namespace) -> None:
         negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
         max_sequence_length=args.max_sequence_length,
     )
-    facts = cache_facts(args, sampling.scheduler, inputs.model_folder)
+    facts = cache_facts(args, sampling.scheduler, inputs.model_folder, list(inputs.sizes.values()))
     policy = make_policy(
-        args, accelerator, transformer, num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
+        args,
+        accelerator,
+        transformer,
+        num_epochs * args.num_inner_epochs * args.num_updates_per_epoch,
+        inputs.sizes,
     )
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
     print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))
     trained = policy.transformer, policy.optimizer, policy.lr_scheduler
     adapters = ADAPTERS if args.use_lora else ()
-    sigmas, decay = torch.tensor(facts["sigmas"]), parse_old_policy_decay(args.old_policy_decay)
+    schedules = {rollout.num_tokens(size): sigmas for size, sigmas in rollout.schedules(facts).items()}
+    decay = parse_old_policy_decay(args.old_policy_decay)
     old_is_current = inputs.state["old_is_current"] if inputs.state else True
     global_step = saved_step = inputs.state["global_step"] if inputs.state else 0
     if inputs.state is not None:
@@ -1092,7 +1124,7 @@ def main(args: argparse.Namespace) -> None:
             args,
             accelerator,
             policy,
-            sigmas,
+            schedules,
             cache,
             advantages,
             own_batches,

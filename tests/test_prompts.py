@@ -3,11 +3,13 @@
 python -m pytest tests/test_prompts.py
 """
 
+import json
 from itertools import chain
 
 import datasets
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Value
+from PIL import Image
 
 from prompts import (
     check_batch_arithmetic,
@@ -17,6 +19,7 @@ from prompts import (
     rank_batches,
     update_plan,
 )
+from reward_models import quoted_text
 
 ROWS = [{"prompt": "a red fox, sitting", "n": 1}, {"prompt": "狐 à la crème 🦊", "n": 2}]
 
@@ -49,6 +52,31 @@ def test_tables_keep_metadata_and_unicode(tmp_path, kind, column):
     else:
         getattr(table, f"to_{kind}")(path)
     assert load_prompts(str(path), column=column) == ROWS
+
+
+def test_the_public_ocr_and_geneval_formats(tmp_path):
+    (tmp_path / "ocr.txt").write_text('A shop with a sign "OPEN 24"\nA cup that says "Hello"\n')
+    assert [quoted_text(row["prompt"]) for row in load_prompts(str(tmp_path / "ocr.txt"))] == ["OPEN 24", "Hello"]
+    row = {"tag": "counting", "include": [{"class": "clock", "count": 2}], "exclude": [], "prompt": "two clocks"}
+    (tmp_path / "geneval.jsonl").write_text(json.dumps(row) + "\n")
+    (loaded,) = load_prompts(str(tmp_path / "geneval.jsonl"))
+    assert loaded == row  # what a reward gets as metadata
+
+
+def test_a_split_is_named_after_a_colon(tmp_path):
+    for split in ("train", "test"):
+        Dataset.from_list([{"caption": f"a {split} prompt"}]).to_parquet(tmp_path / f"{split}.parquet")
+    for name, split in ((str(tmp_path), "train"), (f"{tmp_path}:test", "test"), (f"{tmp_path}:train", "train")):
+        assert load_prompts(name, column="caption") == [{"prompt": f"a {split} prompt"}]
+    with pytest.raises(ValueError, match=r"--prompts .*, split nope: .*; write NAME:SPLIT"):
+        load_prompts(f"{tmp_path}:nope", column="caption")
+
+
+def test_pictures_of_a_table_are_left_out(tmp_path):
+    rows = [{"prompt": "a", "n": 1, "picture": Image.new("RGB", (4, 4))}]
+    features = Features({"prompt": Value("string"), "n": Value("int64"), "picture": datasets.Image()})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "pictures.parquet")
+    assert load_prompts(str(tmp_path / "pictures.parquet")) == [{"prompt": "a", "n": 1}]
 
 
 @pytest.mark.parametrize(

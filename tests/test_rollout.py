@@ -226,8 +226,8 @@ def write(model, folder, negative, fields=FIELDS):
         folder=folder, shard=1, batches=batches, prompt_ids=prompt_ids, prompts=PROMPTS,
         embeddings=dict(enumerate(model.embeddings)), negative=negative, vae=model.vae, scorer=Scorer(rewards),
         rewards=list(rewards),
-        sigmas=model.sigmas, sde_window=(1, 3), sde_type="sde", noise_level=0.7, seed_words=(0, 4),
-        fields=fields, **SIZE,
+        sizes=[(HEIGHT, WIDTH)] * 3, sigmas={(HEIGHT, WIDTH): model.sigmas}, sde_window=(1, 3), sde_type="sde",
+        noise_level=0.7, seed_words=(0, 4), fields=fields,
     )  # fmt: skip
     write_manifest(folder, 1, {"num_shards": 2})
     return batches, prompt_ids, scores
