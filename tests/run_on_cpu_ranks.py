@@ -18,26 +18,42 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 USE_FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
-class CpuAccelerator(accelerate.Accelerator):
-    """An Accelerator that also shards over gloo, and checks what prepare() made."""
+class CpuState(AcceleratorState):
+    """accelerate's state, which says FSDP where the launcher asked for it."""
 
     def __init__(self, *args, fsdp_plugin=None, **kwargs):
         super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
-        assert self.num_processes == int(os.environ.get("WORLD_SIZE", "1")), f"{self.num_processes} processes"
-        if USE_FSDP and self.num_processes > 1:
-            plugin = fsdp_plugin or accelerate.FullyShardedDataParallelPlugin()
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             if self.mixed_precision != "no":
-                plugin.set_mixed_precision(self.mixed_precision)
-            new = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu"), "fsdp_plugin": plugin}
-            for state in (PartialState._shared_state, AcceleratorState._shared_state, self.state.__dict__):
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
+            new = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu"), "fsdp_plugin": fsdp_plugin}
+            for state in (PartialState._shared_state, AcceleratorState._shared_state):
                 state.update(new)
+
+
+class CpuAccelerator(accelerate.Accelerator):
+    """An Accelerator that checks what prepare() made."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        assert self.num_processes == int(os.environ.get("WORLD_SIZE", "1")), f"{self.num_processes} processes"
+        assert self.num_processes == 1 or (self.distributed_type == DistributedType.FSDP) == USE_FSDP
+
+    def get_state_dict(self, model, unwrap=True):
+        """Under FSDP 1, torch would hand out parts of gathered weights which it then frees: it takes what is on the
+        CPU already for offloaded."""
+        if self.num_processes == 1 or not isinstance(model, FullyShardedDataParallel):
+            return super().get_state_dict(model, unwrap)
+        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return model.state_dict()
 
     def prepare(self, *args, **kwargs):
         prepared = super().prepare(*args, **kwargs)
@@ -53,7 +69,7 @@ class CpuAccelerator(accelerate.Accelerator):
 
 
 if __name__ == "__main__":
-    accelerate.Accelerator = CpuAccelerator
+    accelerate.Accelerator, accelerate.accelerator.AcceleratorState = CpuAccelerator, CpuState
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from script_runs import SMALL, adapter_bytes, launch, metrics_of, options_of, run, values_of, write_prompts
+from script_runs import (
+    SMALL,
+    adapter_bytes,
+    launch,
+    launch_machines,
+    metrics_of,
+    options_of,
+    run,
+    values_of,
+    write_prompts,
+)
 
 import train_flowgrpo
 import train_nft
@@ -40,7 +50,11 @@ def run_on_ranks(kind: str, script, folder: Path, model: Path, *options: str, ra
     named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(folder.parent), "output_dir": folder}
     named["eval_prompts"] = named["prompts"]
     words = [script.__file__, *options_of(SMALL | OPTIONS[script] | named | values), *options]
-    assert launch(kind, *words, ranks=ranks).count(f"on {ranks} ranks") == ranks
+    if kind == "fsdp2_multinode":
+        for output in launch_machines(kind, *words, ranks=ranks):
+            assert output.count(f"prepared as FSDPModule over (2, {ranks // 2}) on {ranks} ranks") == ranks // 2
+    else:
+        assert launch(kind, *words, ranks=ranks).count(f"on {ranks} ranks") == ranks
     return folder
 
 
@@ -64,9 +78,9 @@ def runs(tmp_path_factory, tiny_pipeline_folder):
 CASES = [(train_flowgrpo, "ddp"), (train_flowgrpo, "fsdp2"), (train_nft, "fsdp2")]
 
 
-@pytest.mark.parametrize(("script", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_one_update_is_that_of_one_process(runs, script, kind):
-    one, two = (runs[script, k] / "checkpoints/epoch-00001" for k in ("one", kind))
+def check_first_update(first: Path, second: Path) -> None:
+    """Two runs' accumulated gradients, as Adam's first moment has them, and their weights after one update agree."""
+    one, two = (folder / "checkpoints/epoch-00001" for folder in (first, second))
     gradients = [load_file(folder / "optimizer.safetensors") for folder in (one, two)]
     moments = [name for name in gradients[0] if name.endswith("exp_avg")]
     largest = max(gradients[0][name].abs().max() for name in moments)
@@ -74,6 +88,22 @@ def test_one_update_is_that_of_one_process(runs, script, kind):
     assert max((gradients[0][name] - gradients[1][name]).abs().max() for name in moments) < 1e-5 * largest
     adapters = [load_file(folder / "adapter_default.safetensors") for folder in (one, two)]
     assert max((adapters[0][name] - adapters[1][name]).abs().max() for name in adapters[0]) < 1e-6
+
+
+def check_losses(first: Path, second: Path, *, tolerance: float = 1e-5) -> None:
+    """Two runs' losses and rewards agree in every epoch, the gradient norm in the first."""
+    assert [line.keys() for line in metrics_of(first)] == [line.keys() for line in metrics_of(second)]
+    for name in ("train/policy_loss", "train/kl_loss", "rollout/reward_mean"):
+        one, two = (values_of(folder, name) for folder in (first, second))
+        assert len(one) == 3
+        assert one == pytest.approx(two, abs=tolerance)
+    norms = [values_of(folder, "train/grad_norm")[0] for folder in (first, second)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("script", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_one_update_is_that_of_one_process(runs, script, kind):
+    check_first_update(runs[script, "one"], runs[script, kind])
 
 
 @pytest.mark.parametrize(("script", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))
@@ -165,3 +195,48 @@ def test_full_weights_sharded_over_two_ranks_are_resumed(tmp_path, tiny_pipeline
         )
     again = load_file(two / "transformer/diffusion_pytorch_model.safetensors")
     assert max((again[name] - weights[1][name]).abs().max() for name in again) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def four(runs, tiny_pipeline_folder):
+    """Two machines of two ranks, which are both this one: hybrid sharding as fsdp2_multinode.yaml has it."""
+    base = runs[train_flowgrpo, "one"].parent
+    return run_on_ranks(
+        "fsdp2_multinode", train_flowgrpo, base / "four", tiny_pipeline_folder, ranks=4, **with_reward(base)
+    )
+
+
+def test_two_machines_of_two_ranks_are_two_ranks_of_one_and_one_process(runs, four):
+    for kind in ("one", "fsdp2"):
+        check_first_update(runs[train_flowgrpo, kind], four)
+        check_losses(runs[train_flowgrpo, kind], four)
+    shard = open_cache(four / "trajectories/epoch-00000", shards=[3])
+    assert len({prompt for prompt in shard.values["prompt_id"]}) == 1
+    assert len(shard.sample_indices) == 4  # half of a group of 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_eight_ranks_are_one_process_and_are_resumed_by_four(tmp_path, tiny_pipeline_folder, script):
+    values = {"train_batch_size": 2, **with_reward(tmp_path)}  # eight batches: a group of 8 spans four ranks
+    one = run(script, tmp_path / "one", tiny_pipeline_folder, **(OPTIONS[script] | values))
+    eight = run_on_ranks("fsdp2", script, tmp_path / "eight", tiny_pipeline_folder, ranks=8, **values)
+    check_first_update(one, eight)
+    check_losses(one, eight)
+    for epoch in (2, 3):
+        shutil.rmtree(eight / f"checkpoints/epoch-{epoch:05d}")
+    (eight / "pytorch_lora_weights.safetensors").unlink()
+    resume = ("--resume_from_checkpoint", "latest")
+    run_on_ranks("fsdp2", script, eight, tiny_pipeline_folder, *resume, ranks=4, **values)
+    check_losses(one, eight)
+
+
+@pytest.mark.slow
+def test_full_weights_of_two_machines_are_those_of_one_process(tmp_path, tiny_pipeline_folder):
+    values = {"kl_beta": 0, "learning_rate": 1e-4, "num_train_epochs": 1, "eval_epochs": 0, **with_reward(tmp_path)}
+    full = (train_flowgrpo, tmp_path / "one", tiny_pipeline_folder, "--no-use_lora")
+    one = run(*full, **(OPTIONS[train_flowgrpo] | values))
+    four = run_on_ranks("fsdp2_multinode", full[0], tmp_path / "four", *full[2:], ranks=4, **values)
+    assert values_of(one, "train/grad_norm") == pytest.approx(values_of(four, "train/grad_norm"), rel=1e-4)
+    weights = [load_file(f / "transformer/diffusion_pytorch_model.safetensors") for f in (one, four)]
+    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 2.1e-4  # a step of Adam

@@ -20,9 +20,11 @@ def checks_of(output: str) -> int:
 
 @pytest.mark.parametrize(("script", "dtype"), [("train_flowgrpo", "float32"), ("train_nft", "bfloat16")])
 def test_sharded_training_is_bound_exported_and_saved(script, dtype):
-    output = launch("fsdp2", "tests/smoke.py", script, "--lora_dtypes", dtype, precision="bf16")
-    assert output.count("prepared as FSDPModule over (2,) on 2 ranks") == 2
-    assert checks_of(output) == (10 if script == "train_nft" else 7)
+    phases = "train,kill,after_kill" if script == "train_flowgrpo" else "train"
+    words = ("tests/smoke.py", script, "--lora_dtypes", dtype, "--phases", phases)
+    output = launch("fsdp2", *words, precision="bf16")
+    assert output.count("prepared as FSDPModule over (2,) on 2 ranks") >= 2
+    assert checks_of(output) == (10 if script == "train_nft" else 9)
 
 
 @pytest.mark.slow
