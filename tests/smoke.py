@@ -54,6 +54,7 @@ from smoke_processes import judge, run_everywhere, wait_for, write_rows
 
 import qwen_image
 
+DTYPES = ("float32", "bfloat16")
 REWARD = "def mean_red(images, prompts, metadata):\n    return images[:, 0].mean(dim=(1, 2))\n"
 
 
@@ -182,9 +183,9 @@ def make_inputs(work: Path) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Which scripts, phases and adapters."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scripts", nargs="+", choices=SCRIPTS, help="the scripts to run")
+    names = [*SCRIPTS, *(f"{script}:{dtype}" for script in SCRIPTS for dtype in DTYPES)]
+    parser.add_argument("cases", nargs="+", choices=names, help="a script, with adapters of one dtype or of both")
     parser.add_argument("--phases", default="train", help="comma-separated, of those above, or `all`")
-    parser.add_argument("--lora_dtypes", default="float32,bfloat16", help="comma-separated")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # of a phase that could not be forked
     return parser.parse_args(argv)
 
@@ -193,7 +194,9 @@ def main() -> int:
     """All phases one after the other; returns the exit code."""
     options = parse_args()
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    cases = [f"{script} {dtype}" for script in options.scripts for dtype in options.lora_dtypes.split(",")]
+    cases = []
+    for name, _, dtype in (case.partition(":") for case in options.cases):
+        cases += [f"{name} {dtype}" for dtype in ([dtype] if dtype else DTYPES)]
     phases = list(PHASES) if options.phases == "all" else options.phases.split(",")
     if options.work is not None:
         write_rows(phases[0], options.work, PHASES[phases[0]](options.work, cases))
@@ -204,8 +207,8 @@ def main() -> int:
     wait_for(work / "inputs")
     rows, started = [], time.time()
     for phase in phases:
-        arguments = [__file__, *options.scripts, "--phases", phase, "--work", str(work)]
-        results = run_everywhere(phase, work, PHASES, cases, [*arguments, "--lora_dtypes", options.lora_dtypes])
+        arguments = [__file__, *options.cases, "--phases", phase, "--work", str(work)]
+        results = run_everywhere(phase, work, PHASES, cases, arguments)
         rows += judge(phase, results, cases[0])
         if RANK == 0:
             print(f"----- {phase}: {time.time() - started:.0f} s since the start", flush=True)

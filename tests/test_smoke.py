@@ -18,13 +18,11 @@ def checks_of(output: str) -> int:
     return int(summary.split()[0])
 
 
-@pytest.mark.parametrize(("script", "dtype"), [("train_flowgrpo", "float32"), ("train_nft", "bfloat16")])
-def test_sharded_training_is_bound_exported_and_saved(script, dtype):
-    phases = "train,kill,after_kill" if script == "train_flowgrpo" else "train"
-    words = ("tests/smoke.py", script, "--lora_dtypes", dtype, "--phases", phases)
-    output = launch("fsdp2", *words, precision="bf16")
-    assert output.count("prepared as FSDPModule over (2,) on 2 ranks") >= 2
-    assert checks_of(output) == (10 if script == "train_nft" else 9)
+def test_sharded_training_is_bound_exported_and_saved_and_a_killed_rank_ends_it():
+    cases = ("train_flowgrpo:bfloat16", "train_nft:float32")
+    output = launch("fsdp2", "tests/smoke.py", *cases, "--phases", "train,kill,after_kill", precision="bf16")
+    assert output.count("prepared as FSDPModule over (2,) on 2 ranks") >= 2 * 3
+    assert checks_of(output) == 7 + 10 + 2
 
 
 @pytest.mark.slow
