@@ -6,6 +6,7 @@ A LoRA checkpoint is a folder checkpoints/epoch-NNNNN of adapter.safetensors, op
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -79,9 +80,10 @@ def changed_options(output_dir: Path, args: Mapping[str, Any]) -> list[str]:
 
 
 def append_metrics(output_dir: Path, metrics: Mapping[str, float]) -> None:
-    """One line of metrics.jsonl."""
+    """One line of metrics.jsonl; json has no NaN and no infinity, there they are null."""
+    numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     with open(output_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(metrics) + "\n")
+        file.write(json.dumps(numbers) + "\n")
 
 
 def cut_metrics(output_dir: Path, num_bytes: int) -> None:

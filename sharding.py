@@ -4,6 +4,7 @@ The only module with collectives: every rank calls each of its functions, in the
 loop's own (reduce of rewards and metrics, backward, wait_for_everyone).
 """
 
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -140,12 +141,49 @@ def clip_gradients(
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def check_finite(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise RuntimeError if an update made this rank's weights something else than numbers."""
+def find_fault(
+    accelerator: Accelerator,
+    records: Sequence[Mapping[str, Tensor]],
+    micro_batches: Sequence[Mapping[str, Any]],
+    grad_norm: Tensor,
+    limits: Mapping[str, float],
+) -> str | None:
+    """In words, what in an update is no number or beyond its limit, the same on every rank; None if all is well.
+
+    records hold numbers (B, T) of each micro-batch's samples and timesteps by name; limits has grad_norm's limit and
+    those of the records to look at. A micro-batch may name its samples in sample_index.
+    """
+    names = [name for name in limits if name in records[0]]
+    sizes = torch.stack([torch.cat([record[name].flatten() for record in records]) for name in names]).double().abs()
+    places = []  # (sample, timestep) of each number
+    for batch in micro_batches:
+        times = batch["all_timesteps" if "all_timesteps" in batch else "train_timesteps"]
+        samples = batch.get("sample_index", range(len(times)))
+        places += [(sample, float(time)) for sample, row in zip(samples, times, strict=True) for time in row]
+    worst, index = sizes.max(dim=1)  # NaN counts as the largest
+    place = torch.tensor(places, dtype=torch.float64).to(sizes.device)[index]
+    every_rank = accelerator.gather(torch.cat([worst[:, None], place], dim=1)[None]).tolist()  # (ranks, names, 3)
+    texts = []
+    for entry, name in enumerate(names):
+        found = [rank[entry] for rank in every_rank]
+        value, sample, timestep = max(found, key=lambda fact: math.inf if math.isnan(fact[0]) else fact[0])
+        texts.append(f"{name} is {value:.4g} for sample {sample:.0f} at timestep {timestep:.6g}")
+        if not (math.isfinite(value) and value <= limits[name]):
+            return f"{texts[-1]} (limit {limits[name]:g})"
+    norm = grad_norm.item()
+    if not (math.isfinite(norm) and norm <= limits["grad_norm"]):
+        return f"grad_norm is {norm:.4g} (limit {limits['grad_norm']:g}); the largest {texts[0]}"
+    return None
+
+
+def check_finite(accelerator: Accelerator, parameters: Sequence[nn.Parameter], where: str) -> None:
+    """Raise RuntimeError, on every rank, if an update made weights something else than numbers."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in (parameter.detach() for parameter in parameters)]
-    if not torch.stack([tensor.isfinite().all() for tensor in local]).all():
+    wrong = torch.stack([tensor.isfinite().all() for tensor in local]).logical_not().sum()
+    if accelerator.reduce(wrong, "sum").item():
         raise RuntimeError(
-            "weights are not finite after the update: lower --learning_rate; the last checkpoint is from before it"
+            f"{where}: weights are not finite after the update: lower --learning_rate; the last checkpoint is from "
+            "before it"
         )
 
 

@@ -17,7 +17,6 @@ L image tokens, C latent channels, S text tokens, D embedding width.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -179,6 +178,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kl_beta", type=float, default=0.0, help="weight of the KL to the base model; 0 runs no reference forward")
     add("--clip_range", type=float, default=1e-4, help="ratios are clipped to 1 +- this; log-probs are means, so tiny")
     add("--dppo_kl_threshold", type=float, default=1e-5, help="flow_dppo: KL of a step beyond which a term may drop")
+    add("--log_ratio_limit", type=float, default=0.2, help="a log-ratio further from 0 stops the run: healthy is 1e-3")
     add("--adv_clip_max", type=float, default=5.0, help="advantages are clipped to +- this")
     add("--num_updates_per_epoch", type=int, default=2, help="optimizer steps of one pass over a rollout")
     add("--num_inner_epochs", type=int, default=1, help="passes over a rollout")
@@ -194,6 +194,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--adam_weight_decay", type=float, default=1e-4, help="AdamW's weight decay")
     add("--adam_epsilon", type=float, default=1e-8, help="AdamW's epsilon")
     add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
+    add("--divergence_limit", type=float, default=1e6, help="a larger loss of a sample or gradient norm stops the run")
+    add("--skip_nonfinite", action="store_true", help="leave an update out that would stop the run, and go on")
 
     add = parser.add_argument_group("staging").add_argument
     add("--enable_timestep_staging", action="store_true", help="only the current timestep's inputs on the device")
@@ -229,12 +231,13 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
         "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
+        "divergence_limit",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
         above_zero=above_zero,
         not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps", "reward_workers"),
-        may_be_infinite=("max_grad_norm", "clip_range", "adv_clip_max"),
+        may_be_infinite=("divergence_limit", "log_ratio_limit", "max_grad_norm", "clip_range", "adv_clip_max"),
     )
     if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
         values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
@@ -295,7 +298,7 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 def check_args(args: argparse.Namespace) -> None:
     """Refuse what FlowGRPO's own options show to be wrong."""
-    for name in ("clip_range", "dppo_kl_threshold"):
+    for name in ("clip_range", "log_ratio_limit", "dppo_kl_threshold"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
     rollout.check_sde_window(
@@ -474,10 +477,12 @@ def train_batch(
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     predict_reference: Callable[..., Tensor] | None = None,
+    where: str = "this update",
 ) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
     """One optimizer step over this rank's micro-batches, of which every rank must have the same number.
 
     predict(latents, timesteps, **conditions) is the policy, predict_reference the base model, needed with kl_beta.
+    Numbers that go wrong raise RuntimeError with `where` and the sample; with skip_nonfinite they change no weight.
     Returns metrics over all ranks and, with --return_model_output, each micro-batch's outputs (B, W, ...).
     """
     lengths = [validate_batch(batch, FLOWGRPO_FIELDS) for batch in micro_batches]  # all, before the first forward
@@ -507,13 +512,36 @@ def train_batch(
             kept.append(join_timesteps([outputs for _, outputs in results]))
             results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
+        limits = {"log_ratio": args.log_ratio_limit}
+        limits |= dict.fromkeys(("policy_loss", "kl_loss", "grad_norm"), args.divergence_limit)
+        fault = sharding.find_fault(accelerator, records, micro_batches, grad_norm, limits)
         metrics = update_metrics(args, accelerator, records, grad_norm)
-        optimizer.step()
-        sharding.check_finite(trainable)
+        metrics |= apply_update(args, accelerator, optimizer, fault, where)
+        sharding.check_finite(accelerator, trainable, where)
     finally:  # also after an error: the next update starts from clean gradients
         unsynchronised.close()
         optimizer.zero_grad()
     return metrics, kept if args.return_model_output else []
+
+
+def apply_update(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    fault: str | None,
+    where: str,
+) -> dict[str, float]:
+    """Step the optimizer unless there is a fault, which raises RuntimeError or, with skip_nonfinite, is only told."""
+    if fault is None:
+        optimizer.step()
+    elif args.skip_nonfinite:
+        accelerator.print(f"warning: {where}: {fault}: the update is left out")
+    else:
+        raise RuntimeError(
+            f"{where}: {fault}: the update is not applied, the last checkpoint is whole; lower --learning_rate, look "
+            "at the rewards, or leave such updates out with --skip_nonfinite"
+        )
+    return {"skipped": float(fault is not None)} if args.skip_nonfinite else {}
 
 
 def update_metrics(
@@ -545,11 +573,6 @@ def update_metrics(
     metrics["ratio_mean"] += 1
     metrics["ratio_max_dev"] = accelerator.gather(deviation.abs().max()).max().item()
     metrics["grad_norm"] = grad_norm.item()
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise RuntimeError(
-                f"{name} is {value}: the update is not applied; lower --learning_rate or look at the rewards"
-            )
     return metrics
 
 
@@ -855,8 +878,10 @@ def update_policy(
     groups: Tensor,
     own_batches: Sequence[int],
     epoch: int,
+    step: int,
 ) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
-    """All updates of an epoch, one timestep of one micro-batch after the other. advantages, groups (N,).
+    """All updates of an epoch, one timestep of one micro-batch after the other. advantages, groups (N,); `step`
+    updates were made before.
 
     Yields each update's metrics and kept outputs.
     """
@@ -869,7 +894,8 @@ def update_policy(
         samples = batch_samples(batch, size)
         fields = rollout.load_micro_batch(cache, [row_of[sample] for sample in samples])
         num_timesteps = fields["all_timesteps"].shape[1]
-        return fields | {"advantages": advantages[samples][:, None].expand(-1, num_timesteps)}
+        fields["advantages"] = advantages[samples][:, None].expand(-1, num_timesteps)
+        return fields | {"sample_index": samples}
 
     recomputed: dict[int, dict[str, Tensor]] = {}
     missing = {"log_probs": "old_log_probs", "prev_sample_mean": "old_prev_sample_mean"}
@@ -908,8 +934,9 @@ def update_policy(
                     fields["rollout_is_weights"] = fields.get("rollout_is_weights", 1.0) * weights
             metrics, outputs = train_batch(
                 args, accelerator, policy.transformer, policy.predict, policy.optimizer, policy.trainable,
-                micro_batches, predict_reference=policy.predict_reference,
+                micro_batches, predict_reference=policy.predict_reference, where=f"epoch {epoch} step {step + 1}",
             )  # fmt: skip
+            step += 1
             policy.lr_scheduler.step()
             if inner_epoch == update == 0 and metrics["ratio_max_dev"] > args.clip_range:
                 accelerator.print(
@@ -1073,7 +1100,7 @@ def main(args: argparse.Namespace) -> None:
         # ----- 3. Update.
         started = time.perf_counter()
         for update_metrics, outputs in update_policy(
-            args, accelerator, policy, cache, advantages, groups, own_batches, epoch
+            args, accelerator, policy, cache, advantages, groups, own_batches, epoch, global_step
         ):
             global_step += 1
             update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]

@@ -19,7 +19,6 @@ C latent channels, S text tokens, D embedding width.
 
 import argparse
 import copy
-import math
 import os
 import sys
 import time
@@ -202,6 +201,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--adam_weight_decay", type=float, default=1e-4, help="AdamW's weight decay")
     add("--adam_epsilon", type=float, default=1e-8, help="AdamW's epsilon")
     add("--max_grad_norm", type=float, default=1.0, help="gradients are scaled down to this norm")
+    add("--divergence_limit", type=float, default=1e6, help="a larger loss of a sample or gradient norm stops the run")
+    add("--skip_nonfinite", action="store_true", help="leave an update out that would stop the run, and go on")
 
     add = parser.add_argument_group("staging").add_argument
     add("--enable_timestep_staging", action="store_true", help="only the current timestep's inputs on the device")
@@ -238,12 +239,13 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
         "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
+        "divergence_limit",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
         above_zero=above_zero,
         not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps", "reward_workers"),
-        may_be_infinite=("max_grad_norm", "clip_range", "adv_clip_max"),
+        may_be_infinite=("divergence_limit", "log_ratio_limit", "max_grad_norm", "clip_range", "adv_clip_max"),
     )
     if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
         values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
@@ -536,12 +538,14 @@ def train_batch(
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     old_is_current: bool = False,
+    where: str = "this update",
 ) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
     """One optimizer step over this rank's micro-batches, of which every rank must have the same number.
 
     A micro-batch without forward_noise needs sample_index and noise_words: see add_noise. With old_is_current the old
-    policy's forward is not run. Returns metrics over all ranks and, with --return_model_output, each micro-batch's
-    outputs (B, T, ...).
+    policy's forward is not run. Numbers that go wrong raise RuntimeError with `where` and the sample, or with
+    skip_nonfinite leave the weights alone. Returns metrics over all ranks and, with --return_model_output, each
+    micro-batch's outputs (B, T, ...).
     """
     lengths = [validate_batch(batch, nft_fields(batch)) for batch in micro_batches]  # all, before the first forward
     records, kept, unsynchronised = [], [], ExitStack()
@@ -573,13 +577,35 @@ def train_batch(
             kept.append(join_timesteps([outputs for _, outputs in results]))
             results.clear()
         grad_norm = sharding.clip_gradients(accelerator, transformer, trainable, args.max_grad_norm)
+        limits = dict.fromkeys(("policy_loss", "kl_loss", "grad_norm"), args.divergence_limit)
+        fault = sharding.find_fault(accelerator, records, micro_batches, grad_norm, limits)
         metrics = update_metrics(accelerator, records, grad_norm)
-        optimizer.step()
-        sharding.check_finite(trainable)
+        metrics |= apply_update(args, accelerator, optimizer, fault, where)
+        sharding.check_finite(accelerator, trainable, where)
     finally:  # also after an error: the next update starts from clean gradients
         unsynchronised.close()
         optimizer.zero_grad()
     return metrics, kept if args.return_model_output else []
+
+
+def apply_update(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    fault: str | None,
+    where: str,
+) -> dict[str, float]:
+    """Step the optimizer unless there is a fault, which raises RuntimeError or, with skip_nonfinite, is only told."""
+    if fault is None:
+        optimizer.step()
+    elif args.skip_nonfinite:
+        accelerator.print(f"warning: {where}: {fault}: the update is left out")
+    else:
+        raise RuntimeError(
+            f"{where}: {fault}: the update is not applied, the last checkpoint is whole; lower --learning_rate, look "
+            "at the rewards, or leave such updates out with --skip_nonfinite"
+        )
+    return {"skipped": float(fault is not None)} if args.skip_nonfinite else {}
 
 
 def update_metrics(
@@ -589,11 +615,6 @@ def update_metrics(
     means = [torch.cat([record[name].flatten() for record in records]).double().mean() for name in records[0]]
     values = accelerator.reduce(torch.stack(means), "mean").tolist()
     metrics = dict(zip(records[0], values, strict=True)) | {"grad_norm": grad_norm.item()}
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise RuntimeError(
-                f"{name} is {value}: the update is not applied; lower --learning_rate or look at the rewards"
-            )
     return metrics
 
 
@@ -913,11 +934,12 @@ def update_policy(
     advantages: Tensor,
     own_batches: Sequence[int],
     epoch: int,
+    step: int,
     *,
     old_is_current: bool,
 ) -> Iterator[tuple[dict[str, float], list[dict[str, Tensor]]]]:
     """All updates of an epoch, one timestep of one micro-batch after the other. advantages (N,);
-    schedules: sigmas (N+1,) by a size's number of tokens.
+    schedules: sigmas (N+1,) by a size's number of tokens; `step` updates were made before.
 
     Yields each update's metrics and kept outputs.
     """
@@ -958,7 +980,9 @@ def update_policy(
                 policy.trainable,
                 [micro_batch(batch, inner_epoch) for batch in batches],
                 old_is_current=old_is_current,
+                where=f"epoch {epoch} step {step + 1}",
             )
+            step += 1
             old_is_current = False
             policy.lr_scheduler.step()
             spread = {"mean": probabilities.mean(), "std": probabilities.std(correction=0)}
@@ -1129,6 +1153,7 @@ def main(args: argparse.Namespace) -> None:
             advantages,
             own_batches,
             epoch,
+            global_step,
             old_is_current=old_is_current,
         ):
             global_step += 1

@@ -121,7 +121,7 @@ def main() -> None:
         )  # fmt: skip
         conditions = qwen_image.prompt_conditions(embeddings, None if cfg == "none" else negative)
         if algorithm == "flowgrpo":
-            args = train_flowgrpo.parse_args(flags)
+            args = train_flowgrpo.parse_args([*flags, "--log_ratio_limit", "inf"])
 
             def rollout(predict=predict, conditions=conditions) -> list:
                 batches = sample(predict, conditions, (1, 1 + TRAINED_STEPS))

@@ -109,10 +109,12 @@ def build(accelerator: Accelerator, algorithm: str, lora_dtype: str, resolution:
 
 def parse_script_args(case: Case, *options: str) -> argparse.Namespace:
     """The script's options for a case."""
-    words = ["--true_cfg_scale", "2", "--max_grad_norm", "1", *options]
+    words = ["--true_cfg_scale", "2", "--max_grad_norm", "1", "--divergence_limit", "inf", *options]
     words += ["--cfg_batched" if case.cfg == "batched" else "--no-cfg_batched"]
     if case.algorithm == "flow_grpo":
-        return train_flowgrpo.parse_args(["--noise_level", "0.8", "--clip_range", "0.2", *words])
+        return train_flowgrpo.parse_args(
+            ["--noise_level", "0.8", "--clip_range", "0.2", "--log_ratio_limit", "inf", *words]
+        )
     return train_nft.parse_args(["--ref_kl_coef", "1e-4", "--nft_beta", "0.1", *words])
 
 

@@ -56,7 +56,7 @@ def tiny_transformer():
 def start(*flags, learning_rate=20.0):
     """What train_batch takes before its micro-batches, always with the same weights:
     (args, accelerator, transformer, predict, optimizer, trainable)."""
-    args = parse_args(["--clip_range", "0.2", "--max_grad_norm", "1e9", *flags])
+    args = parse_args(["--clip_range", "0.2", "--max_grad_norm", "1e9", "--log_ratio_limit", "inf", *flags])
     accelerator = Accelerator(cpu=True)
     transformer = copy.deepcopy(tiny_transformer())
     trainable = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
