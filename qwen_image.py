@@ -9,6 +9,7 @@ D width of a text embedding. sigma runs from 1 (noise) to 0 (image); velocity v 
 import copy
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -364,8 +365,11 @@ def export_lora(folder: str | Path, state_dict: dict[str, Tensor], lora_config: 
             name: tensor.detach().cpu().contiguous() for name, tensor in sorted(state_dict.items())
         },
         transformer_lora_adapter_metadata=metadata,
+        weight_name="unfinished.safetensors",
     )
-    sort_safetensors_header(Path(folder) / "pytorch_lora_weights.safetensors")
+    temporary = Path(folder) / "unfinished.safetensors"
+    sort_safetensors_header(temporary)
+    os.replace(temporary, Path(folder) / "pytorch_lora_weights.safetensors")
 
 
 def sort_safetensors_header(path: Path) -> None:

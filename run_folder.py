@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+WHEN_REFUSED = "free or name another disk, then --resume_from_checkpoint latest"
 HERE = Path(__file__).resolve().parent
 PATH_OPTIONS = (
     "pretrained_model_name_or_path", "prompts", "eval_prompts", "trajectory_cache", "resume_from_checkpoint",
@@ -34,7 +35,7 @@ PATH_OPTIONS = (
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     """Write args.json with the git commit, and a copy of the scripts that run. Raises ValueError over another run."""
     make_folder(output_dir)
-    found = {path.name for path in output_dir.iterdir()} - {"args.json", "code", "STOP"}
+    found = {path.name for path in output_dir.iterdir()} - {"args.json", "args.json.tmp", "code", "STOP"}
     # A run that died while loading has left its embeddings, which are made again.
     found = sorted(name for name in found if not name.startswith(("prompt_embeds-", "eval_prompt_embeds-")))
     if found:
@@ -46,8 +47,64 @@ def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
     (output_dir / "STOP").unlink(missing_ok=True)
     for path in HERE.glob("*.py"):
         shutil.copy(path, output_dir / "code")
-    facts = {"git_commit": git_commit(), "args": dict(args)}
-    (output_dir / "args.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    write_args(output_dir / "args.json", args)
+
+
+def write_args(path: Path, args: Mapping[str, Any]) -> None:
+    """The options of a run and its git commit."""
+    write_text(path, json.dumps({"git_commit": git_commit(), "args": dict(args)}, indent=1, sort_keys=True))
+
+
+def note_resume(output_dir: Path, args: Mapping[str, Any], epoch: int) -> list[str]:
+    """Keep args.json and code/ as they began, and beside them args-epoch-NNNNN.json and, where the scripts have been
+    edited since, code-epoch-NNNNN/. Returns what differs, one text each."""
+    changes = changed_options(output_dir, args)
+    write_args(output_dir / f"args-epoch-{epoch:05d}.json", args)
+    scripts = sorted(HERE.glob("*.py"))
+    before = sorted(output_dir.glob("code*"))[-1:]  # the latest
+    edited = [
+        path.name
+        for path in scripts
+        if not before or not (old := before[0] / path.name).is_file() or old.read_bytes() != path.read_bytes()
+    ]
+    if edited:
+        code = output_dir / f"code-epoch-{epoch:05d}"
+        code.mkdir(exist_ok=True)
+        for path in scripts:
+            shutil.copy(path, code)
+        changes.append(f"code: {', '.join(edited)} edited, see {code}")
+    return changes
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small text file that appears whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file that appears whole or not at all; RuntimeError where the disk refuses it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        save_file(dict(tensors), temporary)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except SafetensorError as error:  # how that library tells a full disk
+        temporary.unlink(missing_ok=True)
+        raise RuntimeError(f"{path} cannot be written: {error}: {WHEN_REFUSED}") from error
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder of ours, which loses its name first: what is half deleted is never taken for whole."""
+    temporary = folder.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.replace(folder, temporary)
+    shutil.rmtree(temporary)
 
 
 def git_commit() -> str | None:
@@ -96,7 +153,7 @@ def write_outputs(folder: Path, step: int, rank: int, outputs: Sequence[Mapping[
     """What --return_model_output kept of one update, a safetensors file per rank: <micro-batch>.<name> (B, T, ...)."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{i}.{name}": tensor.cpu() for i, output in enumerate(outputs) for name, tensor in output.items()}
-    save_file(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
+    save_tensors(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
 
 
 def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) -> None:
@@ -201,10 +258,7 @@ def run_script(main: Callable[[], None]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
-        print(
-            f"{Path(sys.argv[0]).name}: {error}: free or name another disk, then --resume_from_checkpoint latest",
-            file=sys.stderr,
-        )
+        print(f"{Path(sys.argv[0]).name}: {error}: {WHEN_REFUSED}", file=sys.stderr)
         return 2
     return 0
 
@@ -221,8 +275,8 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], 
     """Write <name>.safetensors for each group of tensors and state.json into an unfinished checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, group in tensors.items():
-        save_file(dict(group), folder / f"{name}.safetensors")
-    (folder / "state.json").write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+        save_tensors(group, folder / f"{name}.safetensors")
+    write_text(folder / "state.json", json.dumps(state, indent=1, sort_keys=True))
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb+") as file:
@@ -235,14 +289,16 @@ def finish_checkpoint(temporary: Path, folder: Path, total_limit: int) -> None:
         shutil.rmtree(folder)
     os.replace(temporary, folder)
     for old in sorted(folder.parent.glob("epoch-?????"))[:-total_limit]:
-        shutil.rmtree(old)
+        delete_folder(old)
 
 
 def delete_checkpoints(output_dir: Path, *, first: int) -> None:
     """Delete the checkpoints of epochs `first` and later: a run that goes on from an older one replaces them."""
     for path in (output_dir / "checkpoints").glob("epoch-?????"):
         if int(path.name.removeprefix("epoch-")) >= first:
-            shutil.rmtree(path)
+            delete_folder(path)
+    for path in (output_dir / "checkpoints").glob("epoch-?????.tmp"):
+        shutil.rmtree(path)  # a killed run had not finished it
 
 
 def find_checkpoint(output_dir: Path, resume_from_checkpoint: str) -> Path:

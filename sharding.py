@@ -328,4 +328,8 @@ def save_full_weights(accelerator: Accelerator, transformer: nn.Module, config: 
         with torch.device("meta"):
             model = QwenImageTransformer2DModel.from_config(config)
         model.load_state_dict(state_dict, assign=True)
-        model.save_pretrained(folder)
+        temporary = folder.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was longer
+        os.replace(temporary, folder)

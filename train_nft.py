@@ -1048,9 +1048,8 @@ def main(args: argparse.Namespace) -> None:
         if inputs.state is None:
             run_folder.create_run_folder(output_dir, vars(args))
         else:
-            print(
-                "resuming from", inputs.checkpoint, *run_folder.changed_options(output_dir, vars(args)), sep="\n    "
-            )
+            changes = run_folder.note_resume(output_dir, vars(args), inputs.state["epoch"])
+            print("resuming from", inputs.checkpoint, *changes, sep="\n    ")
     accelerator.wait_for_everyone()
     output_dir.mkdir(parents=True, exist_ok=True)  # by every rank: it may be on each node's own disk
     if args.report_to != "none":

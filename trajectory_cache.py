@@ -79,9 +79,11 @@ def table_writer(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        if writer is not None:
-            writer.close()
-        temporary.unlink(missing_ok=True)
+        try:
+            if writer is not None:
+                writer.close()  # on a full disk it fails once more
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def row_table(row: Mapping[str, Any]) -> pa.Table:

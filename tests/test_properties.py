@@ -253,7 +253,8 @@ def test_an_update_is_the_same_staged_and_not(algorithm, data):
     layout, chunk = data.draw(st.sampled_from(NOISE_LAYOUTS)), data.draw(st.integers(1, 7))
     flags = ["--timesteps_per_forward", str(chunk)]
     if algorithm == "flowgrpo":
-        flags += ["--sde_type", data.draw(st.sampled_from(SDE_TYPES)), "--clip_range", data.draw(st.sampled_from(("0.5", "1e9")))]
+        flags += ["--sde_type", data.draw(st.sampled_from(SDE_TYPES))]
+        flags += ["--clip_range", data.draw(st.sampled_from(("0.5", "1e9")))]
     batches = [
         draw_batch(algorithm, data.draw(st.integers(1, 3)), num_timesteps, layout, data.draw(st.booleans()), seed)
         for seed in data.draw(st.lists(SEEDS, min_size=count, max_size=count))
