@@ -101,6 +101,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder of ours, which loses its name first: what is half deleted is never taken for whole."""
+    if folder.is_symlink():
+        folder.unlink()  # where it leads is not ours
+        return
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     os.replace(folder, temporary)
@@ -207,6 +210,8 @@ def delete_trajectories(output_dir: Path, *, first: int = 0, stop: int | None = 
     for path in (output_dir / "trajectories").glob("epoch-?????"):
         epoch = int(path.name.removeprefix("epoch-"))
         if epoch >= first and (stop is None or epoch < stop):
+            if path.is_symlink():
+                path.unlink(missing_ok=True)  # where it leads is not ours
             shutil.rmtree(path, ignore_errors=True)  # another node may be deleting it too
 
 
