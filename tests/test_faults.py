@@ -33,7 +33,7 @@ RESUME = ("--resume_from_checkpoint", "latest")
 
 # name: (function, which call, before or after or half done, what its arguments contain), the checkpoint that is left
 MOMENTS = {
-    "rollout": (("rollout.sample_batch", 11), 1),
+    "rollout": (("rollout.sample_batch", 11), 2),
     "cache write": (("trajectory_cache.row_table", 60), 1),
     "cache rename": (("os.replace", 3, "before", "trajectories-00000.arrow"), 2),
     "cache without manifest": (("os.replace", 2, "before", "manifest-00000.json"), 1),
@@ -41,9 +41,9 @@ MOMENTS = {
     "update applied but not logged": (("sharding.check_finite", 6, "after"), 2),
     "half a line of metrics": (("run_folder.append_metrics", 9, "half"), 2),
     "tidying trajectories": (("shutil.rmtree", 2, "half", "trajectories"), 2),
-    "checkpoint write": (("run_folder.save_file", 5, "half"), 2),
+    "checkpoint write": (("run_folder.save_file", 3, "half", "adapter_default"), 2),
     "checkpoint rename": (("os.replace", 1, "before", "epoch-00003.tmp"), 2),
-    "old checkpoint half deleted": (("shutil.rmtree", 1, "half", "checkpoints/epoch-00001.tmp"), 3),
+    "old checkpoint half deleted": (("shutil.rmtree", 2, "half", "checkpoints/epoch-00001.tmp"), 3),
     "evaluation": (("rollout.save_grid", 2), 1),
     "export": (("qwen_image.sort_safetensors_header", 1), 4),
     "export rename": (("os.replace", 1, "before", "unfinished.safetensors"), 4),
