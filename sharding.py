@@ -309,6 +309,8 @@ def load_checkpoint(
     if adapters:
         restore_optimizer(transformer, optimizer, run_folder.read_checkpoint(folder, "optimizer"))
     else:
+        if is_fsdp1(accelerator):
+            make_optimizer_state(optimizer)
         accelerator.load_state(str(folder))
     lr_scheduler.load_state_dict(dict(state["lr_scheduler"]))
     for group, learning_rate in zip(optimizer.param_groups, lr_scheduler.get_last_lr(), strict=True):
@@ -319,6 +321,18 @@ def load_checkpoint(
     if accelerator.is_local_main_process:
         run_folder.delete_trajectories(output_dir, first=state["epoch"])
     accelerator.wait_for_everyone()
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a new optimizer the state it has after a step, by one that changes nothing: accelerate's loader for FSDP
+    version 1 fills what is there, and without a word nothing where nothing is."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # the schedule sets it again
+        for parameter in group["params"]:
+            if parameter.numel():  # none of some parameters is on this rank
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def save_full_weights(accelerator: Accelerator, transformer: nn.Module, config: Any, folder: Path) -> None:

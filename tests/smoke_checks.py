@@ -120,7 +120,7 @@ def run_case(work: Path, case: str, *options: str, folder: str | None = None, ki
     values = COMMON | OWN[name] | {"ddp_timeout": 60} | values
     values["reward_funcs"] = f"{work / 'inputs/reward.py'}:mean_red"
     if kind == "full":
-        options, values = ("--no-use_lora", *options), values | NO_REFERENCE[name] | {"learning_rate": 1e-3}
+        options, values = ("--no-use_lora", *options), values | NO_REFERENCE[name] | {"learning_rate": 5e-3}
     else:
         values["lora_dtype"] = kind
         options = (*options, *(["--export_old_policy"] if name == "train_nft" else []))
