@@ -18,7 +18,13 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import FSDPModule, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +39,8 @@ class CpuState(AcceleratorState):
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             if self.mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
+            if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+                fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning needs a GPU
             new = {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu"), "fsdp_plugin": fsdp_plugin}
             for state in (PartialState._shared_state, AcceleratorState._shared_state):
                 state.update(new)
