@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+import torch.utils.checkpoint
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -39,6 +40,11 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 PIXELS_PER_TOKEN = 16  # the VAE halves a side three times, packing once more
+# Backends of diffusers' dispatcher that have a backward; those with flash in their name take no mask.
+ATTENTION_BACKENDS = (
+    "native", "_native_cudnn", "_native_flash", "_native_efficient", "flash", "flash_hub", "_flash_3", "_flash_3_hub",
+)  # fmt: skip
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")  # CUDA graphs would overwrite what the backward needs
 SDE_TYPES = ("sde", "cps", "dance")
 LORA_TARGETS = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
@@ -290,6 +296,51 @@ def train_all_used(transformer: QwenImageTransformer2DModel) -> None:
     unused = re.compile(unused_modules(transformer.config.num_layers))
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(unused.fullmatch(name.rpartition(".")[0]) is None)
+
+
+# ----- Speed -------------------------------------------------------------------------------------------------------
+
+
+def check_attention_backend(name: str) -> None:
+    """Raise ValueError for a backend of diffusers' dispatcher that cannot run here, before any model is loaded."""
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel(num_layers=1)
+    try:
+        transformer.set_attention_backend(name)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ValueError(f"--attention_backend {name} cannot be used: {error}") from error
+
+
+def compile_blocks(
+    transformer: QwenImageTransformer2DModel, *, mode: str, dynamic: bool, fullgraph: bool, backend: str = "inductor"
+) -> None:
+    """Compile each block's forward in place, before it is sharded; parameters keep their names.
+
+    The hooks of FSDP2 and the recomputation of a block stay outside. All blocks share graphs: three (the first block,
+    those between and the last differ) for each of training, no_grad, the old adapter and no adapter, and without
+    `dynamic` for each shape.
+    """
+    torch._dynamo.config.recompile_limit = 256  # beyond it a block would silently run uncompiled
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    for block in transformer.transformer_blocks:
+        block.forward = torch.compile(block.forward, mode=mode, dynamic=dynamic, fullgraph=fullgraph, backend=backend)
+
+
+def checkpoint_blocks(transformer: QwenImageTransformer2DModel, num_blocks: int | None = None) -> None:
+    """Recompute the first `num_blocks` blocks, or all, in the backward. The first, since their turn comes when what
+    the others kept is freed: the peak does not hold both."""
+    for index, block in enumerate(transformer.transformer_blocks):
+        block.recomputed = num_blocks is None or index < num_blocks  # an attribute: FSDP wraps or replaces the module
+
+    def run(block: nn.Module, *inputs: Any) -> Any:
+        if block.recomputed:
+            return torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
+
+    transformer.enable_gradient_checkpointing(gradient_checkpointing_func=run)
+
+
+# ----- Parameters --------------------------------------------------------------------------------------------------
 
 
 def parameter_census(model: nn.Module) -> str:

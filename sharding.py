@@ -244,7 +244,8 @@ def restore_optimizer(transformer: nn.Module, optimizer: torch.optim.Optimizer, 
             continue
         state = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {
-            key: like_parameter(tensor, parameter) if tensor.ndim else tensor for key, tensor in state.items()
+            key: like_parameter(tensor, parameter) if tensor.ndim else tensor.to(parameter.device)
+            for key, tensor in state.items()
         }
 
 

@@ -54,7 +54,7 @@ from prompts import (
     size_name,
 )
 from prompts import update_plan as plan_updates
-from qwen_image import LORA_TARGETS, SDE_TYPES, predict_sized, sde_step_with_logprob
+from qwen_image import ATTENTION_BACKENDS, COMPILE_MODES, LORA_TARGETS, SDE_TYPES, predict_sized, sde_step_with_logprob
 from rewards import (
     AGGREGATIONS,
     Scorer,
@@ -134,6 +134,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lora_dtype", choices=LORA_DTYPES, default="float32", help="dtype of the adapters and their Adam state")
     add("--lora_target_modules", nargs="+", default=list(LORA_TARGETS), help="names of the linear layers that get one")
     add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
+    add("--checkpointed_blocks", type=int, help="recompute the first so many blocks; default: all")
+    add("--attention_backend", choices=ATTENTION_BACKENDS, help="of diffusers' dispatcher; default: PyTorch's choice")
+    add("--compile_blocks", action=flag, default=False, help="compile the transformer's blocks, once for all of them")
+    add("--compile_mode", choices=COMPILE_MODES, default="default", help="of torch.compile")
+    add("--compile_dynamic", action=flag, default=True, help="one graph for all shapes; else one, faster, for each")
+    add("--compile_fullgraph", action=flag, default=False, help="fail where a block does not compile as a whole")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompts", help=".txt, .jsonl, or a name or folder for `datasets`")
@@ -250,6 +256,21 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
     rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
     if args.staging_prefetch and not args.enable_timestep_staging:
         raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
+    if args.checkpointed_blocks is not None and (args.checkpointed_blocks < 1 or not args.gradient_checkpointing):
+        raise ValueError(
+            f"--checkpointed_blocks {args.checkpointed_blocks}: give at least 1, with --gradient_checkpointing"
+        )
+    if (
+        args.compile_blocks
+        and os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        and os.environ.get("FSDP_VERSION") == "1"
+    ):
+        raise ValueError(
+            "--compile_blocks under FSDP version 1, which swaps parameters inside what is compiled: launch with "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if args.attention_backend is not None:
+        qwen_image.check_attention_backend(args.attention_backend)
     if args.max_sequence_length > 1024:
         raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
     check_weights(args.reward_funcs or [], args.reward_weights)
@@ -774,13 +795,20 @@ def make_policy(
     else:
         qwen_image.train_all_used(transformer)
     if args.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
+        qwen_image.checkpoint_blocks(transformer, args.checkpointed_blocks)
+    if args.attention_backend is not None:
+        transformer.set_attention_backend(args.attention_backend)
+    if args.compile_blocks:
+        qwen_image.compile_blocks(
+            transformer, mode=args.compile_mode, dynamic=args.compile_dynamic, fullgraph=args.compile_fullgraph
+        )
     optimizer = torch.optim.AdamW(
         [parameter for parameter in transformer.parameters() if parameter.requires_grad],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         weight_decay=args.adam_weight_decay,
         eps=args.adam_epsilon,
+        fused=accelerator.device.type == "cuda",
     )
     lr_scheduler = get_scheduler(
         args.lr_scheduler, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=num_steps

@@ -1,0 +1,137 @@
+"""Compiled blocks, partly checkpointed blocks, attention backends: python -m pytest tests/test_speed.py"""
+
+from functools import partial
+
+import pytest
+import torch
+from script_runs import metrics_of, run
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import qwen_image
+import train_flowgrpo
+import train_nft
+from qwen_image import adapter_active, adapters_off, checkpoint_blocks, compile_blocks, predict_velocity
+
+NUM_BLOCKS = 5
+SMALL = {"num_train_epochs": 1, "eval_epochs": 0, "checkpointing_steps": 0, "report_to": "none"}
+
+
+@pytest.fixture
+def transformer():
+    """Five blocks with a trained and an old adapter that differ."""
+    model = qwen_image.tiny_pipeline(0, num_layers=NUM_BLOCKS).transformer.requires_grad_(False)
+    torch.manual_seed(0)
+    qwen_image.add_lora(model, rank=4, lora_alpha=8, target_modules=qwen_image.LORA_TARGETS)
+    qwen_image.add_old_adapter(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.default" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def velocity(model, *, batch=2, text=7, grad=True):
+    """The velocity at seeded inputs, with or without a graph."""
+    generator = torch.Generator().manual_seed(batch + text)
+    latents, embeds = (torch.randn(batch, *shape, generator=generator) for shape in ((16, 64), (text, 32)))
+    options = {"height": 64, "width": 64, "true_cfg_scale": 1.0, "cfg_batched": False, "dtype": torch.float32}
+    with torch.set_grad_enabled(grad):
+        return predict_velocity(model, latents, torch.full((batch,), 500.0), embeds, **options)
+
+
+def gradients(model):
+    """The adapter's gradients of one backward, by name."""
+    model.zero_grad()
+    velocity(model).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_compiled_blocks_share_graphs_and_no_switch_recompiles(transformer):
+    """Three graphs (first block, middle ones, last) for each kind of pass, whatever the number of blocks."""
+    layers, counter = qwen_image.lora_layers(transformer), CompileCounterWithBackend("eager")
+    names = list(transformer.state_dict())
+
+    def passes():
+        outputs, counts = [], []
+        for switch in (lambda: adapter_active(layers, "default"), lambda: adapter_active(layers, "old"),
+                       lambda: adapters_off(layers)):  # fmt: skip
+            with switch():
+                outputs.append(velocity(transformer, grad=False))
+            counts.append(counter.frame_count)
+        outputs.append(velocity(transformer).detach())
+        return outputs, [*counts, counter.frame_count]
+
+    expected, none = passes()
+    assert none == [0, 0, 0, 0]
+    compile_blocks(transformer, mode="default", dynamic=True, fullgraph=True, backend=counter)
+    outputs, counts = passes()
+    assert counts == [3, 6, 9, 12]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    for text in (5, 6, 9):  # a new prompt length is the same graph
+        velocity(transformer, text=text)
+    assert passes()[1] == [12, 12, 12, 12]
+    assert list(transformer.state_dict()) == names
+
+
+def test_recompute_of_compiled_blocks_gives_the_same_gradients(transformer):
+    expected = gradients(transformer)
+    compile_blocks(transformer, mode="default", dynamic=True, fullgraph=True, backend="aot_eager")
+    checkpoint_blocks(transformer)
+    found = gradients(transformer)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-9) for name in expected)
+
+
+@pytest.mark.parametrize(("num_blocks", "recomputed"), [(None, 5), (5, 5), (2, 2), (1, 1), (9, 5)])
+def test_the_first_blocks_are_recomputed(transformer, num_blocks, recomputed):
+    expected = gradients(transformer)
+    runs = [0] * NUM_BLOCKS
+
+    def count(index, *_):
+        runs[index] += 1
+
+    checkpoint_blocks(transformer, num_blocks)
+    for index, block in enumerate(transformer.transformer_blocks):
+        block.img_mod.register_forward_hook(partial(count, index))
+    found = gradients(transformer)
+    assert runs == [2] * recomputed + [1] * (NUM_BLOCKS - recomputed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_a_compiled_run_is_the_eager_one(script, tmp_path, tiny_pipeline_folder, monkeypatch):
+    """The whole script with blocks compiled by the backend that changes no number, and checkpointed in part."""
+    values = SMALL | ({"sde_window_range": (0, 3)} if script is train_flowgrpo else {})
+    eager = run(script, tmp_path / "eager", tiny_pipeline_folder, **values)
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(qwen_image, "compile_blocks", partial(compile_blocks, backend=counter))
+    options = ["--compile_blocks", "--compile_fullgraph", "--attention_backend", "native"]
+    compiled = run(script, tmp_path / "compiled", tiny_pipeline_folder, *options, checkpointed_blocks=1, **values)
+    assert counter.frame_count >= 3
+    assert metrics_of(compiled) == metrics_of(eager)
+
+
+REFUSED = {
+    "backend": (["--attention_backend", "flash"], "--attention_backend flash cannot be used"),
+    "no blocks": (["--checkpointed_blocks", "0"], "--checkpointed_blocks 0: give at least 1"),
+    "no checkpointing": (
+        ["--no-gradient_checkpointing", "--checkpointed_blocks", "2"],
+        "with --gradient_checkpointing",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+@pytest.mark.parametrize("case", REFUSED)
+def test_speed_options_that_cannot_work_are_refused(script, case, tmp_path, tiny_pipeline_folder):
+    options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        run(script, tmp_path / "run", tiny_pipeline_folder, *options)
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_compilation_is_refused_under_fsdp_version_1(script, tmp_path, tiny_pipeline_folder, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match="--compile_blocks under FSDP version 1"):
+        run(script, tmp_path / "run", tiny_pipeline_folder, "--compile_blocks")
