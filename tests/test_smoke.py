@@ -28,7 +28,7 @@ def test_sharded_training_is_bound_exported_and_saved_and_a_killed_rank_ends_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["fsdp", "fsdp2", "ddp"])
 def test_all_phases_on_two_cpu_ranks(config):
-    phases = "train,resume,one_process,kill,after_kill,full"
+    phases = "train,resume,one_process,kill,after_kill,full" + (",offload" if config == "fsdp2" else "")
     output = launch(config, "tests/smoke.py", *BOTH, "--phases", phases, precision="bf16", timeout=1800)
     assert checks_of(output) > 40
 
