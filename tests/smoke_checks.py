@@ -214,18 +214,22 @@ def check_run(seen: Seen, folder: Path, model: Path, case: str) -> list[Row]:
     adapter = [name for name in seen.moved if ".lora_" in name and ".default." in name]
     num_moved = moved_on_any_rank(seen, adapter)
     others = sum(moved for name, moved in seen.moved.items() if name not in adapter)
+    dtype = case.split()[1]
     rows = [
         Row(case, "adapter parameters that moved", f"{num_moved} of {len(adapter)}", num_moved == len(adapter) > 0),
         Row(case, "others that moved", f"{others} of {len(seen.moved) - len(adapter)}", others == 0),
         Row(case, f"census before and after {seen.num_updates} updates", seen.census[0],
-            len(set(seen.census)) == 1 and seen.num_updates == 10 and case.split()[1] in seen.census[0]),
+            len(set(seen.census)) == 1 and seen.num_updates == 10 and f"trainable {dtype}" in seen.census[0]),
         *check_predictions(seen, folder, model, case, gathered["default"]),
     ]  # fmt: skip
     if seen.accelerator.is_main_process:
         exported = load_file(folder / "pytorch_lora_weights.safetensors")
         exported = {name.removeprefix("transformer."): tensor for name, tensor in exported.items()}
         ok = digest(exported) == digest(gathered["default"]) and len(exported) == len(adapter)
+        ok = ok and {tensor.dtype for tensor in exported.values()} == {getattr(torch, dtype)}
         rows.append(Row(case, "export = gathered tensors", f"{len(exported)}, {digest(exported)[:12]}", ok))
+        num_states = len(load_file(folder / "checkpoints/epoch-00005/optimizer.safetensors"))
+        rows.append(Row(case, "checkpoint holds Adam's state", str(num_states), num_states == 3 * len(adapter)))
         for name in names:
             held = load_file(folder / f"checkpoints/epoch-00005/adapter_{name}.safetensors")
             ok = digest(held) == digest(gathered[name]) and len(held) == len(adapter)

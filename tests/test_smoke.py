@@ -22,7 +22,7 @@ def test_sharded_training_is_bound_exported_and_saved_and_a_killed_rank_ends_it(
     cases = ("train_flowgrpo:bfloat16", "train_nft:float32")
     output = launch("fsdp2", "tests/smoke.py", *cases, "--phases", "train,kill,after_kill", precision="bf16")
     assert output.count("prepared as FSDPModule over (2,) on 2 ranks") >= 2 * 3
-    assert checks_of(output) == 7 + 10 + 2
+    assert checks_of(output) == 8 + 11 + 2
 
 
 @pytest.mark.slow
