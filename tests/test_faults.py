@@ -234,7 +234,7 @@ def test_a_dead_rank_ends_the_run_and_it_resumes(tmp_path, tiny_pipeline_folder)
 
     def launch(folder: Path, *options: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command += ["tests/run_on_cpu_ranks.py", "ddp", train_flowgrpo.__file__]
+        command += ["tests/run_on_cpu_ranks.py", train_flowgrpo.__file__]
         command += [*options_of(SMALL | values | {"output_dir": folder}), *options]
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
