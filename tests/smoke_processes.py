@@ -15,7 +15,7 @@ import torch
 from smoke_checks import RANK, WORLD_SIZE, Row
 
 PATIENCE = 240  # seconds until a phase is given up
-GRACE = 45  # seconds that a rank may go on after another has failed
+GRACE = 60  # seconds that a rank may go on after another has failed
 
 
 def run_everywhere(
@@ -39,6 +39,9 @@ def run_everywhere(
         try:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.read_text()}
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 keeps the store itself
+            torch.set_num_threads(
+                1
+            )  # remakes the pool, which two autograd threads would both find missing after a fork
             os.environ["FORK_LAUNCHED"] = "1"  # accelerate's end_training() leaves the process group to the next case
             if torch.cuda._is_in_bad_fork():  # something used a GPU while it was imported
                 os.execv(sys.executable, [sys.executable, *arguments])
