@@ -245,7 +245,7 @@ def compare(case: str, what: str, folder: Path, whole: Path, tolerance: float, *
     worst, lengths = 0.0, set()
     for name in COMPARED:
         one, two = ([float(value) for value in values_of(f, name)] for f in (whole, folder))
-        part = steps if name.startswith("train/") else slice(steps.start // 2, steps.stop and steps.stop // 2)
+        part = steps if name.startswith("train/") else slice(steps.start // 2, steps.stop and -(-steps.stop // 2))
         one, two = one[part], two[part]
         lengths.add(len(one) == len(two) and (len(one) > 0 or name == "train/kl_loss"))
         worst = max([worst, *(abs(a - b) / max(1.0, abs(a)) for a, b in zip(one, two, strict=False))])
