@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,12 @@ def test_nothing_grows_over_300_epochs(tmp_path, tiny_pipeline_folder, name):
     def mean(key: str, first: int, stop: int) -> float:
         return sum(fact[key] for fact in facts[first:stop]) / (stop - first)
 
-    before, after = mean("anonymous", WARM, WARM + 60), mean("anonymous", EPOCHS - 60, EPOCHS)
-    print(f"{name} anonymous MiB: {before / 2**20:.1f} from epoch {WARM} on, {after / 2**20:.1f} in the last 60")
-    assert after - before < 2 * 2**20
+    sizes = [fact["anonymous"] for fact in facts[WARM:]]
+    steps = sorted(after - before for before, after in pairwise(sizes))
+    grown, at_once = sum(steps) / 2**20, steps[-1] / 2**20
+    print(f"{name} anonymous: {grown:.2f} MiB more since epoch {WARM}, of it {at_once:.2f} at once")
+    assert sum(steps[:-1]) < 2 * 2**20  # the allocator may take one larger piece, at any time and once
+    assert sum(steps) < 8 * 2**20
     for key in ("open_files", "files"):
         assert max(fact[key] for fact in facts[-60:]) <= max(fact[key] for fact in facts[WARM : WARM + 60])
     assert mean("disk", EPOCHS - 60, EPOCHS) < 1.01 * mean("disk", WARM, WARM + 60)
