@@ -23,7 +23,7 @@ import os
 # asked how many GPUs there are fork others that use them.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # a timed out rank ends at once rather than a minute later
+os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"  # a timed out rank ends after 4 of these, not a minute
 
 import argparse
 import shutil
