@@ -557,7 +557,8 @@ def predict_velocity(
     else:
         positive = forward(latents, timesteps, prompt_embeds, prompt_embeds_mask)
         negative = forward(latents, timesteps, negative_prompt_embeds, negative_prompt_embeds_mask)
-    combined = negative + true_cfg_scale * (positive - negative)
+    combined = torch.lerp(negative, positive, true_cfg_scale)
+    del negative  # the rest needs memory
     return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
 
@@ -615,7 +616,7 @@ def sde_step_with_logprob(
     if sde_type == "sde":
         std_dev_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * noise_level
         drift = std_dev_t**2 / (2 * sigma) * dt
-        prev_sample_mean = latents * (1 + drift) + velocity * (dt + drift * (1 - sigma))
+        prev_sample_mean = (latents * (1 + drift)).addcmul_(velocity, dt + drift * (1 - sigma))
         noise_std = std_dev_t * sqrt_dt
     elif sde_type == "cps":
         std_dev_t = noise_std = sigma_next * math.sin(noise_level * math.pi / 2)
@@ -629,11 +630,12 @@ def sde_step_with_logprob(
     else:
         raise ValueError(f"sde_type {sde_type!r} is unknown: choose from {', '.join(SDE_TYPES)}")
 
+    del velocity
     if prev_sample is None:
         prev_sample = prev_sample_mean + noise_std * noise
-    error = ((prev_sample.to(dtype).detach() - prev_sample_mean) ** 2).mean(
-        dim=(1, 2)
-    )  # first: the rest is per sample
+    # The mean comes first, the rest is per sample; a norm, since a square would be one more (B, L, C) at the peak.
+    difference = prev_sample.to(dtype).detach() - prev_sample_mean
+    error = torch.linalg.vector_norm(difference, dim=(1, 2)) ** 2 / difference[0].numel()
     noise_std, std_dev_t, sqrt_dt = (s.flatten() for s in (noise_std, std_dev_t, sqrt_dt))
     if sde_type == "cps":  # its authors leave the Gaussian's scale out
         log_prob = -error

@@ -417,9 +417,8 @@ def forward_timesteps(
     if num_timesteps > 1:
         conditions = {name: tensor.repeat_interleave(num_timesteps, dim=0) for name, tensor in conditions.items()}
     x_t, x_next = (pair.flatten(0, 1) for pair in (latents[:, :-1], latents[:, 1:]))  # (B*K, L, C)
-    velocity = predict(x_t, step["all_timesteps"].flatten(), **conditions)
     _, log_probs, mean, std_dev_t, sqrt_dt = sde_step_with_logprob(
-        velocity,
+        predict(x_t, step["all_timesteps"].flatten(), **conditions),
         x_t,
         step["sigmas"][:, :-1].flatten(),
         step["sigmas"][:, 1:].flatten(),
