@@ -1,24 +1,35 @@
-"""Rollout and update on the 20.4 B transformer with random weights, by the scripts' own code, both algorithms.
+"""Speed and memory at the real size: 20.4 B parameters of random weights, by the scripts' own rollout and update.
 
     accelerate launch --config_file accelerate_configs/single.yaml benchmarks/full_size.py
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2 benchmarks/full_size.py
+    accelerate launch --config_file accelerate_configs/single.yaml benchmarks/full_size.py --algorithm nft
+    python benchmarks/full_size.py --merge benchmarks/results/full_size.json
 
-Prints seconds per rollout image (VAE decode counted, text encoder and reward not) and per update sample-timestep, and
-the peak of the allocated memory. The weights are made on the GPU, nothing is downloaded; images are noise.
+Arms take turns within a repetition, so that their ratios do not depend on the machine's mood. Seconds per rollout
+image count the VAE's decode, not the text encoder nor the reward; an update's are per sample and trained timestep.
+Model FLOPs are those of one forward and backward, hardware FLOPs also count what is recomputed, both by torch's
+counter; the shares are of the rate of a large bf16 product measured in the same run. The weights are made on the GPU,
+nothing is downloaded, images are noise.
 """
 
 import argparse
 import json
+import math
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import diffusers
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-from torch import Tensor
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,143 +40,368 @@ import train_nft
 from rollout import sample_batch
 from staging import FLOWGRPO_FIELDS, nft_fields, step_input_bytes
 
-TRAINED_STEPS = 2
+TINY = {"num_attention_heads": 2, "attention_head_dim": 32, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)}
+NUM_STEPS, TRAINED_STEPS = 10, 2  # of the published recipe
 
 
-def build_models(accelerator: Accelerator, num_layers: int) -> tuple[Any, Any]:
+class Arm(NamedTuple):
+    """One way to run the same update."""
+
+    name: str
+    cfg_batched: bool = True
+    compiled: bool = True
+    checkpointed_blocks: int | None = None
+    timesteps_per_forward: int = 1
+    staged: bool = True
+    kept: bool = False  # every timestep's outputs
+    attention: str = "native"
+    ref_kl_coef: float = 0.0
+    old_is_current: bool = False
+
+
+FLOWGRPO_ARMS = [
+    Arm("eager, CFG in two passes", cfg_batched=False, compiled=False),
+    Arm("eager, CFG in one batch", compiled=False),
+    Arm("compiled, CFG in two passes", cfg_batched=False),
+    Arm("compiled, CFG in one batch"),
+    Arm("and 40 of 60 blocks recomputed", checkpointed_blocks=40),
+    Arm("and cuDNN attention", checkpointed_blocks=40, attention="_native_cudnn"),
+    Arm("and two timesteps a forward", timesteps_per_forward=2),
+]
+NFT_ARMS = [
+    Arm("eager, reference", compiled=False, ref_kl_coef=1e-4),
+    Arm("compiled, reference", ref_kl_coef=1e-4),
+    Arm("compiled, no reference"),
+    Arm("compiled, no reference, old is current", old_is_current=True),
+    Arm("and 40 of 60 blocks recomputed", old_is_current=True, checkpointed_blocks=40),
+]
+MEMORY_ARMS = [
+    Arm(f"{'staged' if staged else 'not staged'}, outputs {'kept' if kept else 'released'}", staged=staged, kept=kept)
+    for staged in (True, False)
+    for kept in (False, True)
+]
+
+
+class Bench(NamedTuple):
+    """The prepared model and what does not change between arms."""
+
+    accelerator: Accelerator
+    transformer: nn.Module
+    blocks: list[nn.Module]
+    compiled: list[Callable]  # the blocks' compiled forwards
+    layers: list[nn.Module]
+    optimizer: torch.optim.Optimizer
+    trainable: list[nn.Parameter]
+    vae: nn.Module
+    text_width: int
+    options: argparse.Namespace
+
+
+def build(accelerator: Accelerator, options: argparse.Namespace) -> Bench:
     """Transformer with a default and an old adapter, and VAE, on the device in the compute dtype."""
     torch.manual_seed(0)
-    torch.set_default_dtype(sharding.compute_dtype(accelerator))
+    dtype, shape = sharding.compute_dtype(accelerator), TINY if options.tiny else {}
+    torch.set_default_dtype(dtype)
     with torch.device(accelerator.device):
-        transformer = QwenImageTransformer2DModel(num_layers=num_layers).requires_grad_(False).eval()
-        vae = AutoencoderKLQwenImage().requires_grad_(False).eval()
+        transformer = QwenImageTransformer2DModel(num_layers=options.num_layers, **shape).requires_grad_(False).eval()
+        vae = AutoencoderKLQwenImage(**({"base_dim": 8, "num_res_blocks": 1} if options.tiny else {}))
+        vae = vae.requires_grad_(False).eval()
     torch.set_default_dtype(torch.float32)
+    qwen_image.use_image_convolutions(vae)
     qwen_image.add_lora(transformer, rank=64, lora_alpha=128, target_modules=qwen_image.LORA_TARGETS)
-    qwen_image.add_old_adapter(transformer)
-    transformer.enable_gradient_checkpointing()
-    return transformer, vae
+    if options.algorithm == "nft":
+        qwen_image.add_old_adapter(transformer)
+    qwen_image.checkpoint_blocks(transformer)
+    blocks = list(transformer.transformer_blocks)
+    qwen_image.compile_blocks(
+        transformer, mode="default", dynamic=options.dynamic, fullgraph=True, backend=options.backend
+    )
+    compiled = [block.forward for block in blocks]
+    text_width = transformer.config.joint_attention_dim
+    cuda = accelerator.device.type == "cuda"
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4, fused=cuda)
+    prepared = sharding.prepare_policy(accelerator, transformer, optimizer)
+    accelerator.print(qwen_image.parameter_census(prepared[0]))
+    layers = qwen_image.lora_layers(prepared[0])
+    return Bench(accelerator, prepared[0], blocks, compiled, layers, *prepared[1:], vae, text_width, options)
 
 
-def measure(accelerator: Accelerator, rollout: Callable[[], list], update: Callable[[list], dict]) -> dict[str, Any]:
-    """Run rollout and update twice, the first to warm up; seconds and peak GiB of the second, and a micro-batch."""
-    for _ in range(2):
-        figures = {}
-        for phase in ("rollout", "update"):
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            accelerator.wait_for_everyone()
-            started = time.perf_counter()
-            if phase == "rollout":
-                batches = rollout()
-            else:
-                update(batches)
-            torch.cuda.synchronize()
-            figures[f"{phase}_s"] = time.perf_counter() - started
-            figures[f"{phase}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return figures | {"batch": batches[0]}
+def set_arm(bench: Bench, arm: Arm) -> None:
+    """Switch compilation, recomputed blocks and attention; weights stay."""
+    for index, (block, compiled) in enumerate(zip(bench.blocks, bench.compiled, strict=True)):
+        block.recomputed = arm.checkpointed_blocks is None or index < arm.checkpointed_blocks
+        if arm.compiled:
+            block.forward = compiled
+        else:
+            vars(block).pop("forward", None)
+    model = bench.accelerator.unwrap_model(bench.transformer)
+    model.set_attention_backend(arm.attention)
 
 
-def main() -> None:
-    """Measure each case and print a line for it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num_layers", type=int, default=60)
-    parser.add_argument("--resolution", type=int, default=512)
-    parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--num_batches", type=int, default=2)
-    parser.add_argument("--text_tokens", type=int, default=64)
-    parser.add_argument("--output", help="json file for the figures")
-    options = parser.parse_args()
-
-    accelerator = sharding.make_accelerator()
-    device, dtype = accelerator.device, sharding.compute_dtype(accelerator)
-    transformer, vae = build_models(accelerator, options.num_layers)
-    optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=3e-4)
-    transformer, optimizer, trainable = sharding.prepare_policy(accelerator, transformer, optimizer)
-    accelerator.print(qwen_image.parameter_census(transformer))
-    layers = qwen_image.lora_layers(transformer)
+def run_arm(bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timesteps: int) -> dict[str, float]:
+    """One rollout of a batch and one update on it: seconds and peaks, the slower and larger rank's."""
+    set_arm(bench, arm)
+    accelerator, device, nft = bench.accelerator, bench.accelerator.device, bench.options.algorithm == "nft"
+    size, dtype = {"height": resolution, "width": resolution}, sharding.compute_dtype(bench.accelerator)
+    scale = 1.0 if nft else 4.0
+    predict = partial(
+        qwen_image.predict_velocity, bench.transformer, true_cfg_scale=scale, cfg_batched=arm.cfg_batched, dtype=dtype,
+        **size,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    embeds = torch.randn(batch_size + 1, bench.options.text_tokens, bench.text_width, generator=generator).to(dtype)
+    conditions = qwen_image.prompt_conditions(list(embeds[1:]), None if nft else embeds[0])
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
     )
-    size = {"height": options.resolution, "width": options.resolution}
-    sigmas = qwen_image.get_sigmas(scheduler, 10, **size)
-    embeddings = list(torch.randn(options.batch_size, options.text_tokens, 3584).to(dtype))
-    negative = torch.randn(options.text_tokens, 3584).to(dtype)
-    num_images = options.num_batches * options.batch_size
-    train_args = (accelerator, transformer)
+    num_steps = max(NUM_STEPS, timesteps + 1)
+    sigmas = qwen_image.get_sigmas(scheduler, num_steps, **size)
+    samples, flags = range(batch_size), ["--log_ratio_limit", "inf", "--divergence_limit", "inf"]
+    flags = flags[2:] if nft else flags
+    flags += ["--enable_timestep_staging"] if arm.staged else []
+    flags += ["--return_model_output"] if arm.kept else []
+    flags += ["--timesteps_per_forward", str(arm.timesteps_per_forward)]
+    window = (0, 0) if nft else (1, 1 + timesteps) if timesteps < NUM_STEPS else (0, timesteps)
+    policies = train_nft.adapter_predictors(predict, bench.layers)
 
-    def sample(predict: Callable[..., Tensor], conditions: dict, window: tuple[int, int]) -> list[dict[str, Any]]:
-        batches = []
-        for number in range(options.num_batches):
-            samples = range(number * options.batch_size, (number + 1) * options.batch_size)
-            with torch.no_grad():
-                batch = sample_batch(
-                    predict, conditions=conditions, samples=samples, device=device, sigmas=sigmas, sde_window=window,
-                    noise_level=1.2, seed_words=(0, 0), **size,
-                )  # fmt: skip
-            qwen_image.decode_latents(vae, batch["latents_clean"].to(device), **size)
-            batches.append(batch | conditions | {"sample_index": list(samples), "noise_words": (0, 0, 0)})
-        return batches
+    def rollout() -> dict[str, Any]:
+        velocity = policies.current if arm.old_is_current or not nft else policies.old
+        with torch.no_grad():
+            batch = sample_batch(
+                velocity, conditions=conditions, samples=samples, device=device, sigmas=sigmas, sde_window=window,
+                noise_level=1.2, seed_words=(0, accelerator.process_index), **size,
+            )  # fmt: skip
+        qwen_image.decode_latents(bench.vae, batch["latents_clean"].to(device), **size)
+        batch |= conditions
+        if not nft:
+            return batch | {"advantages": torch.randn(batch_size, timesteps, generator=generator)}
+        trained = (sigmas[:timesteps] * 1000).expand(batch_size, -1)
+        batch |= {"train_timesteps": trained, "sample_index": list(samples), "noise_words": (0, 0, 0)}
+        return batch | {"reward_prob": torch.rand(batch_size, timesteps, generator=generator)}
 
-    rows = []
-    for algorithm, cfg, staged, option in (
-        ("flowgrpo", "batched", True, []),
-        ("flowgrpo", "batched", False, []),
-        ("flowgrpo", "two_pass", True, []),
-        ("nft", "none", True, ["--ref_kl_coef", "0"]),
-        ("nft", "none", True, ["--ref_kl_coef", "1e-4"]),
-    ):
-        flags = [*option, *(["--enable_timestep_staging"] if staged else [])]
-        predict = partial(
-            qwen_image.predict_velocity, transformer, true_cfg_scale=1.0 if cfg == "none" else 4.0,
-            cfg_batched=cfg == "batched", dtype=dtype, **size,
-        )  # fmt: skip
-        conditions = qwen_image.prompt_conditions(embeddings, None if cfg == "none" else negative)
-        if algorithm == "flowgrpo":
-            args = train_flowgrpo.parse_args([*flags, "--log_ratio_limit", "inf"])
-
-            def rollout(predict=predict, conditions=conditions) -> list:
-                batches = sample(predict, conditions, (1, 1 + TRAINED_STEPS))
-                return [b | {"advantages": torch.randn(options.batch_size, TRAINED_STEPS)} for b in batches]
-
-            def update(batches: list, predict=predict, args=args) -> dict:
-                return train_flowgrpo.train_batch(args, *train_args, predict, optimizer, trainable, batches)
-
-            fields = FLOWGRPO_FIELDS
+    def update(batch: dict[str, Any]) -> None:
+        common = (accelerator, bench.transformer)
+        trained = (bench.optimizer, bench.trainable, [batch])
+        if nft:
+            args = train_nft.parse_args([*flags, "--ref_kl_coef", str(arm.ref_kl_coef)])
+            train_nft.train_batch(args, *common, policies, *trained, old_is_current=arm.old_is_current)
         else:
-            args = train_nft.parse_args(flags)
-            predictors = train_nft.adapter_predictors(predict, layers)
+            args = train_flowgrpo.parse_args([*flags, "--noise_level", "1.2"])
+            train_flowgrpo.train_batch(args, *common, predict, *trained)
 
-            def rollout(predict=predictors.old, conditions=conditions) -> list:
-                batches = sample(predict, conditions, (0, 0))
-                timesteps = (sigmas[1 : 1 + TRAINED_STEPS] * 1000).expand(options.batch_size, -1)
-                steps = {"train_timesteps": timesteps, "reward_prob": torch.rand_like(timesteps)}
-                return [batch | steps for batch in batches]
+    figures: dict[str, float] = {}
+    batch = timed(accelerator, "rollout", rollout, figures)
+    timed(accelerator, "update", lambda: update(batch), figures)
+    fields = nft_fields(batch) if nft else FLOWGRPO_FIELDS
+    chunk = arm.timesteps_per_forward
+    figures["step_input_mib"] = step_input_bytes(batch, fields, staged=arm.staged, chunk=chunk) / 2**20
+    return figures
 
-            def update(batches: list, args=args, predictors=predictors) -> dict:
-                return train_nft.train_batch(args, *train_args, predictors, optimizer, trainable, batches)
 
-            fields = nft_fields({})
-        figures = measure(accelerator, rollout, update)
-        row = {
-            "algorithm": algorithm, "cfg": cfg, "staged": staged, "options": " ".join(option),
-            "rollout_s_per_image": figures["rollout_s"] / num_images,
-            "update_s_per_sample_timestep": figures["update_s"] / (TRAINED_STEPS * num_images),
-            "images_per_gpu_s": num_images / (figures["rollout_s"] + figures["update_s"]),
-            "rollout_peak_gib": figures["rollout_peak_gib"], "update_peak_gib": figures["update_peak_gib"],
-            "step_inputs_mib": step_input_bytes(figures["batch"], fields, staged=staged) / 2**20,
+def timed(accelerator: Accelerator, phase: str, run: Callable[[], Any], figures: dict[str, float]) -> Any:
+    """Run a phase on all ranks and put its seconds and peak GiB, the largest of the ranks, into figures."""
+    cuda = accelerator.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    accelerator.wait_for_everyone()
+    started = time.perf_counter()
+    result = run()
+    if cuda:
+        torch.cuda.synchronize()
+    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    numbers = torch.tensor([[seconds, peak]], dtype=torch.float64, device=accelerator.device)
+    figures[f"{phase}_s"], figures[f"{phase}_peak_gib"] = accelerator.gather(numbers).amax(dim=0).tolist()
+    return result
+
+
+# ----- FLOPs -------------------------------------------------------------------------------------------------------
+
+
+def count_flops(options: argparse.Namespace, resolution: int, num_passes: int) -> dict[str, float]:
+    """TFLOPs of one sample at one timestep, all CFG passes: a forward, and a forward and backward, by torch's counter
+    on the meta device."""
+    with torch.device("meta"):
+        shape = TINY if options.tiny else {}
+        model = QwenImageTransformer2DModel(num_layers=options.num_layers, **shape).requires_grad_(False)
+        qwen_image.add_lora(model, rank=64, lora_alpha=128, target_modules=qwen_image.LORA_TARGETS)
+        latents = torch.empty(1, (resolution // 16) ** 2, 64)
+        embeds = torch.empty(1, options.text_tokens, model.config.joint_attention_dim)
+        with FlopCounterMode(display=False) as counter:
+            velocity = qwen_image.predict_velocity(
+                model, latents, torch.empty(1), embeds, height=resolution, width=resolution, true_cfg_scale=1.0,
+                cfg_batched=False, dtype=torch.float32,
+            )  # fmt: skip
+            forward = counter.get_total_flops()
+            velocity.sum().backward()
+    return {"forward": num_passes * forward / 1e12, "train": num_passes * counter.get_total_flops() / 1e12}
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """The rate of a large bf16 matrix product, TFLOP/s."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    times = []
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return 10 * 2 * size**3 / statistics.median(times) / 1e12
+
+
+# ----- Cases -------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    bench: Bench, arms: Sequence[Arm], *, resolution: int, batch_size: int, timesteps: int, rate: float
+) -> list[dict[str, Any]]:
+    """A row for each arm: medians over the repetitions; an arm that runs out of memory says so and is left out."""
+    options, nft = bench.options, bench.options.algorithm == "nft"
+    flops = count_flops(options, resolution, 1 if nft else 2)
+    sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
+    taken: dict[str, list[dict[str, float]]] = {}
+    warm_up, failed = {}, set()
+    for repeat in range(options.repeats + 1):
+        for arm in arms:
+            if arm.name in failed:
+                continue
+            started = time.perf_counter()
+            try:
+                figures = run_arm(bench, arm, **sizes)
+            except torch.OutOfMemoryError as error:
+                failed.add(arm.name)
+                bench.accelerator.print(f"{arm.name}: {str(error).splitlines()[0]}")
+                continue
+            if repeat == 0:
+                warm_up[arm.name] = time.perf_counter() - started
+            else:
+                taken.setdefault(arm.name, []).append(figures)
+    rows = []
+    for arm in arms:
+        if arm.name in failed:
+            rows.append({"arm": arm.name, **sizes, "out_of_memory": True})
+            continue
+        row = {name: statistics.median(f[name] for f in taken[arm.name]) for name in taken[arm.name][0]}
+        trained = batch_size * timesteps
+        per_image, per_step = row["rollout_s"] / batch_size, row["update_s"] / trained
+        extra = (not arm.old_is_current) + (arm.ref_kl_coef > 0) if nft else 0  # no-grad forwards of the update
+        share = 1.0 if arm.checkpointed_blocks is None else min(1.0, arm.checkpointed_blocks / options.num_layers)
+        model = flops["train"] + extra * flops["forward"]
+        row |= {
+            "arm": arm.name, **sizes, **arm._asdict(), "rollout_s_per_image": per_image,
+            "update_s_per_sample_timestep": per_step,
+            "images_per_gpu_s": 1 / (per_image + TRAINED_STEPS * per_step), "warm_up_s": warm_up[arm.name],
+            "model_tflops": model / per_step, "model_share": model / per_step / rate,
+            "hardware_share": (model + share * flops["forward"]) / per_step / rate,
+            "rollout_share": num_forward_steps(timesteps) * flops["forward"] / per_image / rate,
         }  # fmt: skip
+        row.pop("name")
         rows.append(row)
-        shown = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-        )
-        accelerator.print("  ".join(shown))
-    if options.output and accelerator.is_main_process:
-        facts = {
-            "options": {k: v for k, v in vars(options).items() if k != "output"},
-            "device": torch.cuda.get_device_name(),
-            "rows": rows,
-        }
-        Path(options.output).write_text(json.dumps(facts, indent=1) + "\n")
+        bench.accelerator.print(show(row), flush=True)
+    return rows
+
+
+def num_forward_steps(timesteps: int) -> int:
+    """Denoising steps of a rollout that trains so many."""
+    return max(NUM_STEPS, timesteps + 1)
+
+
+def show(row: Mapping[str, Any]) -> str:
+    """One arm as a line."""
+    return (
+        f"{row['resolution']} px, batch {row['batch_size']}, T {row['timesteps']}, {row['arm']}: "
+        f"{row['rollout_s_per_image']:.3f} s/image, {row['update_s_per_sample_timestep']:.3f} s/sample-timestep, "
+        f"{row['images_per_gpu_s']:.3f} images/GPU/s, model {row['model_share']:.0%}, hardware "
+        f"{row['hardware_share']:.0%}, {row['rollout_peak_gib']:.1f} and {row['update_peak_gib']:.1f} GiB, "
+        f"inputs {row['step_input_mib']:.2f} MiB, warm-up {row['warm_up_s']:.0f} s"
+    )
+
+
+def merge(folder: Path, output: Path) -> None:
+    """One json of all measured configurations, with the commit of this checkout, and a table on stdout."""
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not files:
+        raise SystemExit(f"{folder} holds no result: run the benchmark first")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    output.write_text(json.dumps({"commit": commit, "configurations": files}, indent=1) + "\n")
+    print("| | s per image | s per sample-timestep | images/GPU/s | model, hardware | peak GiB |")
+    print("|---|---|---|---|---|---|")
+    for file in files:
+        for row in file["rows"]:
+            name = (
+                f"{file['algorithm']}, {file['launched']}, {row['resolution']} px x {row['batch_size']}, {row['arm']}"
+            )
+            if row.get("out_of_memory"):
+                print(f"| {name} | out of memory | | | | |")
+                continue
+            shares = f"{row['model_share']:.0%}, {row['hardware_share']:.0%}"
+            peak = max(row["rollout_peak_gib"], row["update_peak_gib"])
+            print(
+                f"| {name} | {row['rollout_s_per_image']:.3f} | {row['update_s_per_sample_timestep']:.3f} "
+                f"| {row['images_per_gpu_s']:.3f} | {shares} | {peak:.1f} |"
+            )
+
+
+def main() -> None:
+    """Measure the asked sizes and write one json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--algorithm", choices=("flowgrpo", "nft"), default="flowgrpo", help="whose rollout and update"
+    )
+    parser.add_argument("--resolutions", type=int, nargs="+", default=[512, 1024], help="pixels")
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[4], help="samples of a forward")
+    parser.add_argument("--memory", action="store_true", help="the memory table's arms: staged or not, outputs kept")
+    parser.add_argument("--timesteps", type=int, nargs="+", default=[TRAINED_STEPS], help="trained timesteps")
+    parser.add_argument("--arms", type=int, nargs="+", help="numbers of the arms; default: all")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions after the warm-up")
+    parser.add_argument("--num_layers", type=int, default=60, help="blocks")
+    parser.add_argument("--text_tokens", type=int, default=64, help="length of a prompt")
+    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=True, help="of compilation")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--tiny", action="store_true", help="small widths, for a CPU")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/full_size"), help="a json file for each call")
+    parser.add_argument("--merge", type=Path, help="write all results of --output_dir to this json, print the table")
+    options = parser.parse_args()
+    if options.merge:
+        merge(options.output_dir, options.merge)
+        return
+    diffusers.utils.logging.set_verbosity_error()  # a warning for every switch of the attention backend
+    accelerator = sharding.make_accelerator()
+    bench = build(accelerator, options)
+    arms = MEMORY_ARMS if options.memory else FLOWGRPO_ARMS if options.algorithm == "flowgrpo" else NFT_ARMS
+    arms = arms if options.arms is None else [arms[number] for number in options.arms]
+    rate = matmul_tflops(accelerator.device)
+    accelerator.print(f"bf16 product {rate:.3g} TFLOP/s", flush=True)
+    rows = []
+    for resolution in options.resolutions:
+        for batch_size in options.batch_sizes:
+            for timesteps in options.timesteps:
+                sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
+                rows += measure(bench, arms, **sizes, rate=rate)
+    cuda = accelerator.device.type == "cuda"
+    launched = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
+    launched = f"{launched} on {accelerator.num_processes}"
+    facts = {
+        "algorithm": options.algorithm, "launched": launched, "torch": torch.__version__, "matmul_tflops": rate,
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "num_layers": options.num_layers,
+        "text_tokens": options.text_tokens, "dynamic": options.dynamic, "rows": rows,
+    }  # fmt: skip
+    if accelerator.is_main_process:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        words = [options.algorithm, launched.replace(" ", "_"), "memory" if options.memory else "speed"]
+        words += map(str, [*options.resolutions, *options.batch_sizes])
+        (options.output_dir / f"{'-'.join(words)}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    assert all(math.isfinite(row["update_s"]) for row in rows if not row.get("out_of_memory"))
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
