@@ -48,7 +48,7 @@ from rollout import (
     size_facts,
     sizes_by_tokens,
 )
-from run_folder import make_folder, run_script
+from run_folder import make_folder, run_script, write_text
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
 
@@ -321,7 +321,7 @@ def write_results(
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     summary = summarize(scores, names)
     results = {"args": dict(args), "num_prompts": len(prompts), "rewards": summary}
-    (folder / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_text(folder / "evaluation.json", json.dumps(results, indent=1))
     print(f"{len(prompts)} prompts, mean and 95 % interval")
     for name, values in summary.items():
         halves = {model: values[f"{model}_ci95"] for model in values if not model.endswith("_ci95")}

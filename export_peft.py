@@ -27,6 +27,10 @@ def export_peft(run: Path, folder: Path) -> None:
     if not (run / ADAPTER_FILE).is_file():
         raise ValueError(f"{run} holds no {ADAPTER_FILE}: name the folder of a finished LoRA run")
     with safe_open(run / ADAPTER_FILE, framework="pt") as file:
+        if "lora_adapter_metadata" not in (file.metadata() or {}):
+            raise ValueError(
+                f"{run / ADAPTER_FILE} has no lora_adapter_metadata, which holds alpha: export a run's own"
+            )
         metadata = json.loads(file.metadata()["lora_adapter_metadata"])
         tensors = {PEFT_PREFIX + name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = {name.removeprefix(PREFIX): value for name, value in metadata.items()}

@@ -211,10 +211,7 @@ def score_images(
         where = f"reward {name} on samples {sample_indices[0]} to {sample_indices[-1]}"
         try:
             values = reward(images, prompts, metadata)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a user's function raises, the message must say whose it was
+        except (Exception, SystemExit) as error:  # whatever a user's function raises, say whose it was
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name} line {frame.lineno}"
             raise ValueError(f"{where} raised {type(error).__name__}: {error} ({place})") from error

@@ -30,6 +30,7 @@ PATH_OPTIONS = (
     "pretrained_model_name_or_path", "prompts", "eval_prompts", "trajectory_cache", "resume_from_checkpoint",
     "output_dir",
 )  # fmt: skip
+REWARD_OPTIONS = {"reward_funcs", "eval_reward_funcs"}
 
 
 def create_run_folder(output_dir: Path, args: Mapping[str, Any]) -> None:
@@ -111,7 +112,9 @@ def delete_folder(folder: Path) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit of this repository; None where it is no repository."""
+    """The commit of this repository; None where it is no repository or git is not installed."""
+    if shutil.which("git") is None:
+        return None
     git = subprocess.run(["git", "-C", HERE, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return git.stdout.strip() or None
 
@@ -159,6 +162,11 @@ def write_outputs(folder: Path, step: int, rank: int, outputs: Sequence[Mapping[
     save_tensors(tensors, folder / f"step-{step:06d}-rank-{rank:05d}.safetensors")
 
 
+def public_name(reward: str) -> str:
+    """A reward's name or label without folders and addresses: my_reward.py:score, clip:model, http."""
+    return "http" if reward.startswith("http:") else ":".join(Path(part).name for part in reward.split(":"))
+
+
 def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) -> None:
     """README.md of a finished LoRA run: base model, first and last rewards, commit, options, how to load it. Paths of
     this machine are left out: a card is there to be uploaded."""
@@ -176,8 +184,11 @@ def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) 
     table = ["| mean reward | first | last |", "|---|---|---|"] if names else []
     for name in names:
         values = [line[name] for line in lines if name in line]
-        table.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} |")
+        phase, _, label = name.partition("/")
+        table.append(f"| {phase}/{public_name(label)} | {values[0]:.4g} | {values[-1]:.4g} |")
     options = {n: v for n, v in sorted(args.items()) if v is not None and n not in PATH_OPTIONS}
+    for name in REWARD_OPTIONS & options.keys():
+        options[name] = [public_name(reward) for reward in options[name]]
     text = f"""# LoRA for {model}, trained with {algorithm}
 
 {max(line["step"] for line in lines)} optimizer steps. Git commit of the code: {git_commit() or "unknown"}.

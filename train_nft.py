@@ -90,9 +90,7 @@ OLD_POLICY_DECAYS = {  # flat, rate, cap: old <- d old + (1-d) current, d = 0 be
     "delayed_linear_to_0_999": (75, 0.0075, 0.999),
 }
 ADAPTERS = ("default", "old")  # of a checkpoint
-STATE_KINDS: dict[str, type] = {
-    "old_is_current": bool
-}  # what its state.json holds besides the counters of both scripts
+STATE_KINDS: dict[str, type] = {"old_is_current": bool}  # what its state.json holds besides both scripts' counters
 LORA_DTYPES = ("float32", "bfloat16")
 LR_SCHEDULERS = [s.value for s in SchedulerType if s != SchedulerType.PIECEWISE_CONSTANT]  # it needs rules
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -135,8 +133,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     flag = argparse.BooleanOptionalAction
 
-    group = parser.add_argument_group("model")
-    add = group.add_argument
+    add = parser.add_argument_group("model").add_argument
     add("--pretrained_model_name_or_path", help="hub name or folder of a QwenImagePipeline; none: the demo model")
     add("--revision", help="branch, tag or commit of the hub model")
     add("--use_lora", action=flag, default=True, help="train an adapter; --no-use_lora trains all weights")
@@ -244,8 +241,7 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         "rank", "lora_alpha", "max_sequence_length", "num_prompts_per_epoch", "num_images_per_prompt",
         "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
         "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
-        "checkpoints_total_limit", "reward_timeout", "ddp_timeout",
-        "divergence_limit",
+        "checkpoints_total_limit", "reward_timeout", "ddp_timeout", "divergence_limit",
     )  # fmt: skip
     rollout.check_numbers(
         vars(args),
@@ -277,6 +273,9 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
             "--compile_blocks under FSDP version 1, which swaps parameters inside what is compiled: launch with "
             "accelerate_configs/fsdp2.yaml"
         )
+    compiled = args.compile_mode != "default" or not args.compile_dynamic or args.compile_fullgraph
+    if compiled and not args.compile_blocks:
+        raise ValueError("--compile_mode, --no-compile_dynamic and --compile_fullgraph need --compile_blocks: add it")
     if args.attention_backend is not None:
         qwen_image.check_attention_backend(args.attention_backend)
     if args.max_sequence_length > 1024:
@@ -289,6 +288,11 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
             raise ValueError(
                 f"--reward_aggregation {args.reward_aggregation} with --trajectory_cache: a cache holds the weighted "
                 "sum; leave it out"
+            )
+        if args.resolution_column is not None:
+            raise ValueError(
+                f"--resolution_column {args.resolution_column} with --trajectory_cache, which reads no prompts: name "
+                "the cache's sizes with --resolution"
             )
         return
     for name in ("prompts", "reward_funcs"):
@@ -632,7 +636,7 @@ def apply_update(
 def update_metrics(
     accelerator: Accelerator, records: Sequence[Mapping[str, Tensor]], grad_norm: Tensor
 ) -> dict[str, float]:
-    """Means over all samples, timesteps and ranks; the one place of an update where the host waits for the device."""
+    """Means over all samples, timesteps and ranks, after the last backward: the host waits for the device here."""
     means = [torch.cat([record[name].flatten() for record in records]).double().mean() for name in records[0]]
     values = accelerator.reduce(torch.stack(means), "mean").tolist()
     metrics = dict(zip(records[0], values, strict=True)) | {"grad_norm": grad_norm.item()}
@@ -684,7 +688,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     check_reward_prompts(trained, prompts, "--prompts")
     check_reward_prompts(list(reward_names.values()), eval_prompts, "--eval_prompts")
     sizes = args.resolution
-    if args.resolution_column is not None and online:
+    if args.resolution_column is not None:
         sizes = [size for rows in (prompts, eval_prompts) for size in prompt_sizes(rows, [], args.resolution_column)]
     images, batch_size = args.num_images_per_prompt, args.train_batch_size
     sizes = rollout.sizes_by_tokens(list(dict.fromkeys(sizes)), images_per_prompt=images, batch_size=batch_size)
@@ -705,8 +709,9 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
             reads_values=reads_values,
         )
         num_samples = len(cache.sample_indices)
+        rows = sorted(range(num_samples), key=cache.sample_indices.__getitem__)  # a batch is of consecutive samples
         for first in range(0, num_samples, size):
-            validate_batch(rollout.load_micro_batch(cache, range(first, first + size)), CACHED_FIELDS)
+            validate_batch(rollout.load_micro_batch(cache, rows[first : first + size]), CACHED_FIELDS)
     checkpoint = state = None
     if args.resume_from_checkpoint is not None:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
@@ -769,6 +774,8 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
     shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
     sizes = ", ".join(size_name(size) for size in inputs.sizes.values())
+    groups = f" ({args.num_prompts_per_epoch} prompts x {args.num_images_per_prompt} images)"
+    groups = groups if inputs.cache is None else ""
     demo = f"demo pipeline, whose defaults are {shown}"
     accelerator.print(
         f"***** DiffusionNFT *****\n"
@@ -777,9 +784,9 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         f"resolution         {sizes}\n"
         f"precision          {accelerator.mixed_precision}, {accelerator.distributed_type.value}, "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}\n"
-        f"epoch              {inputs.num_samples} samples ({args.num_prompts_per_epoch} prompts x "
-        f"{args.num_images_per_prompt} images) in batches of {args.train_batch_size}; {args.num_inner_epochs} x "
-        f"{args.num_updates_per_epoch} updates, each of {per_update} batches x {num_timesteps} timesteps a process\n"
+        f"epoch              {inputs.num_samples} samples{groups} in batches of {args.train_batch_size}; "
+        f"{args.num_inner_epochs} x {args.num_updates_per_epoch} updates, each of {per_update} batches x "
+        f"{num_timesteps} timesteps a process\n"
         f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}; step inputs on the device: "
         f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
         f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"

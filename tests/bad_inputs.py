@@ -338,6 +338,7 @@ CASES = {
     ),
     "no sigmas": (BOTH, cache(lambda c: edit_json(c / "manifest-00000.json", sigmas=None)), "sigmas None"),
     "cache of another size": (BOTH, cache(resolution=32), "made with height 64"),
+    "prompts' sizes for a cache": (BOTH, cache(resolution_column="size"), "name the cache's sizes with --resolution"),
     "cache of another model": (BOTH, cache(lambda c: edit_json(c / "manifest-00000.json", model="x")), "model x"),
     "rows do not divide": (BOTH, cache(num_updates_per_epoch=3), "cannot be dealt"),
     "NaN in latents": (ONLY_FLOWGRPO, cache(row("trajectories", all_latents=with_nan)), "all_latents of row 0 holds"),

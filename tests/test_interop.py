@@ -15,7 +15,7 @@ import yaml
 from diffusers import QwenImagePipeline
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from script_runs import metrics_of, run, values_of
 
 import export_peft
@@ -97,6 +97,9 @@ def test_every_metric_is_in_the_glossary(finished):
 def test_a_folder_without_an_adapter_is_refused(tmp_path, capsys):
     assert run_folder.run_script(lambda: export_peft.main([str(tmp_path)])) == 2
     assert "holds no pytorch_lora_weights.safetensors" in capsys.readouterr().err
+    save_file({"transformer.x.lora_A.weight": torch.zeros(1, 1)}, tmp_path / "pytorch_lora_weights.safetensors")
+    assert run_folder.run_script(lambda: export_peft.main([str(tmp_path)])) == 2
+    assert "has no lora_adapter_metadata, which holds alpha" in capsys.readouterr().err
 
 
 def test_the_model_card_states_the_runs_facts(finished, tiny_pipeline_folder):
@@ -115,12 +118,18 @@ def test_the_model_card_states_the_runs_facts(finished, tiny_pipeline_folder):
 
 def test_the_card_names_a_model_of_the_hub(tmp_path):
     args = {"pretrained_model_name_or_path": "Qwen/Qwen-Image", "rank": 64, "prompts": "/home/me/prompts.txt"}
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 0, "step": 3, "rollout/reward_mean": 0.5}\n')
+    args |= {"reward_funcs": ["/home/me/red.py:score", "ocr"], "eval_reward_funcs": ["http:http://my.host:80/score"]}
+    metrics = '{"epoch": 0, "step": 3, "rollout/reward_mean": 0.5, "eval//home/me/red.py:score": 0.25}\n'
+    (tmp_path / "metrics.jsonl").write_text(metrics)
     run_folder.write_model_card(tmp_path, "FlowGRPO", args)
     text = (tmp_path / "README.md").read_text()
     assert yaml.safe_load(text.split("---")[1])["base_model"] == "Qwen/Qwen-Image"
     assert 'from_pretrained("Qwen/Qwen-Image")' in text
+    assert "| eval/red.py:score | 0.25 | 0.25 |" in text
+    options = json.loads(text.split("```json")[1].split("```")[0])
+    assert options == {"eval_reward_funcs": ["http"], "rank": 64, "reward_funcs": ["red.py:score", "ocr"]}
     assert "/home/me" not in text
+    assert "my.host" not in text
 
 
 def test_a_cache_from_plain_tensors_is_checked_and_trains(tmp_path, monkeypatch, capsys):

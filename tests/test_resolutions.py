@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
-from script_runs import SMALL, options_of, reset_accelerate, run, values_of
+from script_runs import SMALL, metrics_of, options_of, reset_accelerate, run, values_of
 
 import rollout
 import run_folder
@@ -14,7 +14,7 @@ import train_flowgrpo
 import train_nft
 from prompts import parse_size, prompt_sizes, size_name
 from qwen_image import get_sigmas, load_pipeline
-from trajectory_cache import open_cache, read_tensors
+from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
 
 SIZES = [(64, 64), (64, 96), (128, 64)]  # 16, 24 and 32 tokens
 THREE = {"resolution": ("64", "96x64", "64x128"), "sde_window_range": (0, 3), "clip_range": 1e-3}
@@ -110,6 +110,17 @@ def test_staging_changes_nothing_with_several_resolutions(mixed, tmp_path, tiny_
         assert values_of(staged, name) == values_of(mixed, name)
 
 
+def shuffle_rows(folder):
+    """Rewrite a shard's trajectories so that neighbouring rows are of different batches."""
+    cache = open_cache(folder)
+    order = sorted(range(len(cache.sample_indices)), key=lambda row: cache.sample_indices[row] % 4)
+    rows = [{n: t.clone() for n, t in read_tensors(cache.trajectories, row).items()} for row in order]
+    with table_writer(folder / "trajectories-00000.arrow") as write:
+        for number, row in zip(order, rows, strict=True):
+            write({"sample_index": cache.sample_indices[number], "prompt_id": cache.prompt_ids[number]} | row)
+    write_manifest(folder, 0, {k: v for k, v in cache.facts.items() if k not in ("files", "schema_version", "shard")})
+
+
 def test_a_cache_of_several_resolutions_is_trained_from(tmp_path, tiny_pipeline_folder, capsys):
     rows = [{"prompt": f"number {n}", "size": size} for n, size in enumerate(["64", "96x64", "64", "96x64"])]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -122,6 +133,9 @@ def test_a_cache_of_several_resolutions_is_trained_from(tmp_path, tiny_pipeline_
     options = {"trajectory_cache": tmp_path / "cache", "sde_window_range": (0, 3)}
     trained = run(train_flowgrpo, tmp_path / "run", tiny_pipeline_folder, resolution=("64", "96x64"), **options)
     assert values_of(trained, "train/ratio_max_dev")[0] == 0
+    shuffle_rows(tmp_path / "cache")
+    shuffled = run(train_flowgrpo, tmp_path / "shuffled", tiny_pipeline_folder, resolution=("64", "96x64"), **options)
+    assert metrics_of(shuffled) == metrics_of(trained)
     for number, resolution in enumerate(("64", ("64", "64x128"))):
         train = partial(run, train_flowgrpo, tmp_path / f"no{number}", tiny_pipeline_folder, resolution=resolution)
         assert run_folder.run_script(partial(train, **options)) == 2

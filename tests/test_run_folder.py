@@ -80,6 +80,12 @@ def test_a_folder_loses_its_name_before_it_is_deleted(tmp_path, monkeypatch):
     assert list(folder.parent.iterdir()) == []
 
 
+def test_without_git_a_run_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_folder.create_run_folder(tmp_path / "run", {"seed": 0})
+    assert json.loads((tmp_path / "run/args.json").read_text())["git_commit"] is None
+
+
 def test_metrics_are_strict_json(tmp_path):
     run_folder.append_metrics(tmp_path, {"epoch": 1, "a": float("nan"), "b": float("inf"), "c": 0.5})
     line = (tmp_path / "metrics.jsonl").read_text()

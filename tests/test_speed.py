@@ -118,6 +118,9 @@ REFUSED = {
         ["--no-gradient_checkpointing", "--checkpointed_blocks", "2"],
         "with --gradient_checkpointing",
     ),
+    "mode of nothing": (["--compile_mode", "max-autotune-no-cudagraphs"], "need --compile_blocks: add it"),
+    "full graph of nothing": (["--compile_fullgraph"], "need --compile_blocks: add it"),
+    "shapes of nothing": (["--no-compile_dynamic"], "need --compile_blocks: add it"),
 }
 
 
