@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -101,3 +102,17 @@ def test_the_recipe_of_another_loss():
 
 def test_the_check_command_of_the_readme_exists():
     assert callable(trajectory_cache.main)
+
+
+def test_the_memory_table_is_that_of_the_results():
+    """Every number of the README's peaks stands in benchmarks/results/staging_grid.json."""
+    cases = json.loads((ROOT / "benchmarks/results/staging_grid.json").read_text())["cases"]
+    names = {"FlowGRPO": "flow_grpo", "DiffusionNFT": "diffusion_nft"}
+    rows = re.findall(r"^\| (FSDP2?) (\w+), T = (\d+) \|(.+)\|[^|]*\|$", README, flags=re.MULTILINE)
+    assert len(rows) >= 9
+    for profile, algorithm, timesteps, cells in rows:
+        wanted = {"profile": profile.lower(), "algorithm": names[algorithm], "timesteps": int(timesteps)}
+        wanted |= {"pass": "memory", "cfg": "two_pass", "lora_dtype": "float32", "noise": "per_step"}
+        (case,) = (case for case in cases if wanted.items() <= case.items())
+        shown = [cell.strip(" *") for cell in cells.split("|")]
+        assert shown == [f"{case['arms'][arm]['peak_mib']:.2f}" for arm in ("M", "A", "AB", "AB1")]
