@@ -7,7 +7,8 @@ loop's own (reduce of rewards and metrics, backward, wait_for_everyone).
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,24 @@ def prepare_frozen(accelerator: Accelerator, transformer: nn.Module) -> nn.Modul
         accelerator._models.append(transformer)  # what save_state and load_state go through
         return transformer
     return accelerator.prepare_model(transformer, evaluation_mode=accelerator.distributed_type != DistributedType.FSDP)
+
+
+@contextmanager
+def gathered(transformer: nn.Module, keep: bool) -> Iterator[None]:
+    """Under FSDP2 and with `keep`, let each block stay whole on every rank after its first forward in here, so that
+    the steps of a rollout gather it once. All weights in the compute dtype must fit; at the end they are shards again.
+    """
+    modules = transformer.modules() if keep else []
+    blocks = [module for module in modules if isinstance(module, FSDPModule) and module is not transformer]
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True, recurse=False)
+        if blocks:
+            reshard(transformer)
 
 
 def reshard(transformer: nn.Module) -> None:

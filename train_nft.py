@@ -144,6 +144,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gradient_checkpointing", action=flag, default=True, help="recompute activations in the backward")
     add("--checkpointed_blocks", type=int, help="recompute the first so many blocks; default: all")
     add("--attention_backend", choices=ATTENTION_BACKENDS, help="of diffusers' dispatcher; default: PyTorch's choice")
+    add(
+        "--gathered_rollout",
+        action=flag,
+        default=False,
+        help="FSDP2: gather weights once a rollout, if they fit whole",
+    )
     add("--compile_blocks", action=flag, default=False, help="compile the transformer's blocks, once for all of them")
     add("--compile_mode", choices=COMPILE_MODES, default="default", help="of torch.compile")
     add("--compile_dynamic", action=flag, default=True, help="one graph for all shapes; else one, faster, for each")
@@ -264,6 +270,9 @@ def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
         raise ValueError(
             f"--checkpointed_blocks {args.checkpointed_blocks}: give at least 1, with --gradient_checkpointing"
         )
+    is_fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") == "2"
+    if args.gathered_rollout and not is_fsdp2:
+        raise ValueError("--gathered_rollout is for FSDP2, whose rollouts gather weights at every step: leave it out")
     if (
         args.compile_blocks
         and os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -925,25 +934,26 @@ def roll_out(
     batches = [batch_samples(batch, args.train_batch_size) for batch in own_batches]
     sampling.vae.to(device)
     scorer.to(device, inputs.rewards)
-    scores = rollout.write_rollout(
-        policy.predictors.old,
-        folder=folder,
-        shard=rank,
-        batches=batches,
-        prompt_ids=prompt_ids,
-        prompts=inputs.prompts,
-        embeddings=sampling.embeddings,
-        negative=sampling.negative,
-        vae=sampling.vae,
-        scorer=scorer,
-        rewards=inputs.rewards,
-        sizes=prompt_sizes(inputs.prompts, args.resolution, args.resolution_column, epoch=epoch),
-        sigmas=rollout.schedules(facts),
-        seed_words=(args.seed, epoch),
-        fields=ROLLOUT_FIELDS,
-        solver=args.rollout_solver,
-        show_progress=accelerator.is_local_main_process,
-    )
+    with sharding.gathered(policy.old_transformer or policy.transformer, args.gathered_rollout):
+        scores = rollout.write_rollout(
+            policy.predictors.old,
+            folder=folder,
+            shard=rank,
+            batches=batches,
+            prompt_ids=prompt_ids,
+            prompts=inputs.prompts,
+            embeddings=sampling.embeddings,
+            negative=sampling.negative,
+            vae=sampling.vae,
+            scorer=scorer,
+            rewards=inputs.rewards,
+            sizes=prompt_sizes(inputs.prompts, args.resolution, args.resolution_column, epoch=epoch),
+            sigmas=rollout.schedules(facts),
+            seed_words=(args.seed, epoch),
+            fields=ROLLOUT_FIELDS,
+            solver=args.rollout_solver,
+            show_progress=accelerator.is_local_main_process,
+        )
     sampling.vae.to("cpu")
     scorer.to("cpu", inputs.rewards)
 
@@ -1041,21 +1051,22 @@ def evaluate(
     facts = rollout.size_facts(sampling.scheduler, args.eval_num_inference_steps, list(inputs.sizes.values()))
     sampling.vae.to(accelerator.device)
     scorer.to(accelerator.device, list(inputs.reward_names))
-    scores, grid = evaluation.sample_evaluation(
-        policy.predictors.current,
-        prompts=inputs.eval_prompts,
-        sizes=prompt_sizes(inputs.eval_prompts, args.resolution, args.resolution_column),
-        embeddings=sampling.eval_embeddings,
-        negative=sampling.negative,
-        vae=sampling.vae,
-        scorer=scorer,
-        rewards=list(inputs.reward_names),
-        sigmas=rollout.schedules(facts),
-        batch_size=args.train_batch_size,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        seed=args.seed,
-    )
+    with sharding.gathered(policy.transformer, args.gathered_rollout):
+        scores, grid = evaluation.sample_evaluation(
+            policy.predictors.current,
+            prompts=inputs.eval_prompts,
+            sizes=prompt_sizes(inputs.eval_prompts, args.resolution, args.resolution_column),
+            embeddings=sampling.eval_embeddings,
+            negative=sampling.negative,
+            vae=sampling.vae,
+            scorer=scorer,
+            rewards=list(inputs.reward_names),
+            sigmas=rollout.schedules(facts),
+            batch_size=args.train_batch_size,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            seed=args.seed,
+        )
     sampling.vae.to("cpu")
     scorer.to("cpu", list(inputs.reward_names))
     scores, grid = sharding.reduce_to_cpu(accelerator, scores), sharding.reduce_to_cpu(accelerator, grid)

@@ -240,3 +240,12 @@ def test_full_weights_of_two_machines_are_those_of_one_process(tmp_path, tiny_pi
     assert values_of(one, "train/grad_norm") == pytest.approx(values_of(four, "train/grad_norm"), rel=1e-4)
     weights = [load_file(f / "transformer/diffusion_pytorch_model.safetensors") for f in (one, four)]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 2.1e-4  # a step of Adam
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_weights_gathered_once_a_rollout_change_nothing(runs, tmp_path, tiny_pipeline_folder, script):
+    folder = run_on_ranks(
+        "fsdp2", script, tmp_path / "gathered", tiny_pipeline_folder, "--gathered_rollout", **with_reward(tmp_path)
+    )
+    assert metrics_of(folder) == metrics_of(runs[script, "fsdp2"])
+    assert adapter_bytes(folder) == adapter_bytes(runs[script, "fsdp2"])

@@ -6,11 +6,15 @@ import pytest
 import torch
 from script_runs import metrics_of, run
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import qwen_image
 import train_flowgrpo
 import train_nft
 from qwen_image import adapter_active, adapters_off, checkpoint_blocks, compile_blocks, predict_velocity
+from sharding import gathered
 
 NUM_BLOCKS = 5
 SMALL = {"num_train_epochs": 1, "eval_epochs": 0, "checkpointing_steps": 0, "report_to": "none"}
@@ -112,6 +116,7 @@ def test_a_compiled_run_is_the_eager_one(script, tmp_path, tiny_pipeline_folder,
 
 
 REFUSED = {
+    "no fsdp2": (["--gathered_rollout"], "--gathered_rollout is for FSDP2"),
     "backend": (["--attention_backend", "flash"], "--attention_backend flash cannot be used"),
     "no blocks": (["--checkpointed_blocks", "0"], "--checkpointed_blocks 0: give at least 1"),
     "no checkpointing": (
@@ -130,6 +135,36 @@ def test_speed_options_that_cannot_work_are_refused(script, case, tmp_path, tiny
     options, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         run(script, tmp_path / "run", tiny_pipeline_folder, *options)
+
+
+def test_blocks_stay_whole_while_a_rollout_lasts(transformer, tmp_path):
+    """FSDP2 of one rank over gloo: a block's weights are shards before and after, whole from its first forward on."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in transformer.transformer_blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(transformer, mesh=mesh)
+        block = transformer.transformer_blocks[1]
+
+        def is_sharded():
+            return isinstance(block.attn.to_q.base_layer.weight, DTensor)
+
+        expected = velocity(transformer, grad=False)
+        assert is_sharded()
+        with gathered(transformer, keep=True):
+            assert torch.equal(velocity(transformer, grad=False), expected)
+            assert not is_sharded()
+            assert torch.equal(velocity(transformer, grad=False), expected)
+        assert is_sharded()
+        with gathered(transformer, keep=False):
+            velocity(transformer, grad=False)
+            assert is_sharded()
+        velocity(transformer).sum().backward()
+        assert is_sharded()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
