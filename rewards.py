@@ -174,17 +174,18 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> None
 def check_rewards(names: Sequence[str]) -> dict[str, str]:
     """Find, before any model is loaded, what a reward lacks to run. Raises ValueError.
 
-    Returns the names by the label of their metrics: what stands before an option's colon, if no other reward has it.
+    Returns the names by the label of their metrics: of `clip:folder` clip, of `my_reward.py:score` score, or the whole
+    name where another reward has the same.
     """
-    kinds = [name.partition(":")[0] for name in names]
-    labels = {}
-    for name, kind in zip(names, kinds, strict=True):
+    shorts = []
+    for name in names:
+        kind, _, option = name.partition(":")
         if kind in LOADED_REWARDS:
-            LOADED_REWARDS[kind][0](name.partition(":")[2])
+            LOADED_REWARDS[kind][0](option)
         else:
             load_reward(name)
-        labels[kind if kind in LOADED_REWARDS and kinds.count(kind) == 1 else name] = name
-    return labels
+        shorts.append(kind if kind in LOADED_REWARDS else name.rpartition(":")[2])
+    return {short if shorts.count(short) == 1 else name: name for short, name in zip(shorts, names, strict=True)}
 
 
 def check_reward_prompts(names: Sequence[str], prompts: Sequence[Mapping[str, Any]], option: str) -> None:

@@ -72,10 +72,11 @@ def trained(tmp_path_factory, tiny_pipeline_folder):
 
 
 def test_the_script_gives_the_figures_of_the_training_run(trained, tmp_path, tiny_pipeline_folder, capsys):
-    names = ["jpeg_compressibility", f"{trained.parent}/reward.py:red"]
+    names = ["jpeg_compressibility", "red"]
     options = options_for(tmp_path / "e", tiny_pipeline_folder, trained.parent / "prompts.txt", lora=trained)
     reset_accelerate()
-    evaluation.main(evaluation.parse_args([*options, "--reward_funcs", *names]))
+    rewards = ["jpeg_compressibility", f"{trained.parent}/reward.py:red"]
+    evaluation.main(evaluation.parse_args([*options, "--reward_funcs", *rewards]))
     assert "4 prompts" in capsys.readouterr().out
     results = json.loads((tmp_path / "e/evaluation.json").read_text())["rewards"]
     for name in names:

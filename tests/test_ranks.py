@@ -13,6 +13,7 @@ from script_runs import (
     launch_machines,
     metrics_of,
     options_of,
+    reset_accelerate,
     run,
     values_of,
     write_prompts,
@@ -249,3 +250,29 @@ def test_weights_gathered_once_a_rollout_change_nothing(runs, tmp_path, tiny_pip
     )
     assert metrics_of(folder) == metrics_of(runs[script, "fsdp2"])
     assert adapter_bytes(folder) == adapter_bytes(runs[script, "fsdp2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_the_demo_on_two_sharded_ranks_learns_as_one_process_does(tmp_path, script):
+    """Epoch 1 is equal, later ones differ by at most three times what another order of summation does in one process:
+    batches of half the size."""
+    options = {"num_train_epochs": 5, "eval_epochs": 0, "checkpointing_steps": 0}
+    runs = {}
+    for name, values in {"one": {}, "other order": {"train_batch_size": 8}, "two": {}}.items():
+        words = options_of(options | values | {"output_dir": tmp_path / name.replace(" ", "_")})
+        if name == "two":
+            assert launch("fsdp2", script.__file__, *words).count("on 2 ranks") == 2
+        else:
+            reset_accelerate()
+            script.main(script.parse_args(words))
+        runs[name] = tmp_path / name.replace(" ", "_")
+    worst = {}
+    for metric in ("rollout/reward_mean", "train/policy_loss"):
+        one, other, two = (torch.tensor(values_of(runs[name], metric)) for name in ("one", "other order", "two"))
+        first = len(one) // 5  # updates of an epoch
+        assert (two - one)[:first].abs().max() < 1e-5
+        noise, difference = ((values - one)[first:].abs().max().item() for values in (other, two))
+        worst[metric] = (difference, noise)
+    print(script.__name__, worst)
+    assert all(difference <= 3 * noise for difference, noise in worst.values())

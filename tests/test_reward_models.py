@@ -299,6 +299,14 @@ def test_labels_are_short_where_they_are_unique(serve):
     assert list(check_rewards(names)) == names
 
 
+def test_labels_of_own_rewards_are_their_functions(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("def score(*_):\n    return [1.0]\n\n\ndef red(*_):\n    return [1.0]\n")
+    score, other, red = f"{tmp_path}/one.py:score", f"{tmp_path}/two.py:score", f"{tmp_path}/one.py:red"
+    assert check_rewards([score, red]) == {"score": score, "red": red}
+    assert check_rewards([score, other, red]) == {score: score, other: other, "red": red}
+
+
 def test_metadata_that_json_does_not_know_is_sent_as_text(serve):
     Answers.script = [GOOD]
     reward = load_http(serve(ThreadingHTTPServer(("127.0.0.1", 0), Answers))).score

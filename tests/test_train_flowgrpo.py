@@ -72,7 +72,7 @@ def test_reloaded_adapter_is_the_evaluated_policy(finished, tiny_pipeline_folder
     pipeline = QwenImagePipeline.from_pretrained(tiny_pipeline_folder)
     base = evaluate_pipeline(pipeline)
     pipeline.load_lora_weights(finished)
-    before, after = values_of(finished, f"eval/{finished.parent}/reward.py:mean_red")
+    before, after = values_of(finished, "eval/mean_red")
     assert [before, after] == pytest.approx([base, evaluate_pipeline(pipeline)], abs=1e-6)
     assert abs(before - after) > 2e-5
 
