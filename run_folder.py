@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,26 @@ def peak_memory(phase: str) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return {f"memory/{phase}_peak_gib": round(peak, 3)}
+
+
+OUT_OF_MEMORY = {  # what to change where memory ran out, the cheapest first
+    "loading": "shard the model with accelerate_configs/fsdp2.yaml",
+    "rollout": "lower --train_batch_size, leave --gathered_rollout out, or use --no-cfg_batched",
+    "evaluation": "lower --train_batch_size, leave --gathered_rollout out, or use --no-cfg_batched",
+    "update": "leave --return_model_output and --checkpointed_blocks out, use --gradient_checkpointing, "
+    "--enable_timestep_staging where step inputs are large (see the banner), a lower --train_batch_size or "
+    "--timesteps_per_forward, or --no-cfg_batched; or shard with accelerate_configs/fsdp2.yaml",
+}
+
+
+@contextmanager
+def memory_of(phase: str) -> Iterator[None]:
+    """Also a decorator: where the device's memory runs out, raise RuntimeError with the phase and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = str(error).splitlines()[0]
+        raise RuntimeError(f"no memory left in the {phase}: {found} {OUT_OF_MEMORY[phase]}") from error
 
 
 def stop_on_interrupt() -> list[int]:

@@ -502,6 +502,7 @@ def train_timesteps(
     return {name: tensor.detach() for name, tensor in records.items()}, kept
 
 
+@run_folder.memory_of("update")
 def train_batch(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -791,6 +792,7 @@ class Policy(NamedTuple):
     predict_reference: Callable[..., Tensor]  # velocity of the base model
 
 
+@run_folder.memory_of("loading")
 def make_policy(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -848,6 +850,7 @@ def make_policy(
     return Policy(transformer, optimizer, lr_scheduler, trainable, predict, predict_reference)
 
 
+@run_folder.memory_of("rollout")
 def roll_out(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -994,6 +997,7 @@ def update_policy(
             del outputs
 
 
+@run_folder.memory_of("evaluation")
 def evaluate(
     args: argparse.Namespace,
     accelerator: Accelerator,

@@ -562,6 +562,7 @@ def train_timesteps(
     return {name: tensor.detach().view(-1, num_timesteps) for name, tensor in records.items()}, kept
 
 
+@run_folder.memory_of("update")
 def train_batch(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -820,6 +821,7 @@ class Policy(NamedTuple):
     old_transformer: nn.Module | None  # of full-weight runs
 
 
+@run_folder.memory_of("loading")
 def make_policy(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -911,6 +913,7 @@ def follow(old: Sequence[Tensor], current: Sequence[Tensor], decay: float) -> No
         old_parameter.lerp_(parameter.to(old_parameter.dtype), 1 - decay)
 
 
+@run_folder.memory_of("rollout")
 def roll_out(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -1037,6 +1040,7 @@ def update_policy(
             del outputs
 
 
+@run_folder.memory_of("evaluation")
 def evaluate(
     args: argparse.Namespace,
     accelerator: Accelerator,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from script_runs import adapter_bytes, metrics_of, run
 
+import qwen_image
 import run_folder
 import sharding
 import train_flowgrpo
@@ -152,3 +153,37 @@ def test_every_rank_finds_the_same_fault(values, norm, expected):
     faults = faults_of_ranks([[float(value) for value in rank] for rank in values], norm)
     assert faults[0] == faults[1]
     assert (faults[0] is None) if expected is None else faults[0].startswith(expected)
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+@pytest.mark.parametrize(("fails_at", "phase"), [(0, "evaluation"), (1, "rollout"), (2, "update")])
+def test_out_of_memory_names_the_phase_and_what_to_change(
+    script, fails_at, phase, tmp_path, tiny_pipeline_folder, monkeypatch, capsys
+):
+    """The first velocity after a phase has begun fails as a full GPU does."""
+    begun = []
+
+    def watched(name):
+        function = getattr(script, name)
+
+        def call(*args, **kwargs):
+            begun.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("evaluate", "roll_out", "update_policy"):
+        monkeypatch.setattr(script, name, watched(name))
+    velocity = qwen_image.predict_velocity
+
+    def fails(*args, **kwargs):
+        if len(begun) == fails_at + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines.")
+        return velocity(*args, **kwargs)
+
+    monkeypatch.setattr(qwen_image, "predict_velocity", fails)
+    values = {"sde_window_range": (0, 3)} if script is train_flowgrpo else {}
+    assert run_folder.run_script(lambda: run(script, tmp_path / "run", tiny_pipeline_folder, **values)) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"no memory left in the {phase}: CUDA out of memory. Tried to allocate 2 GiB. " in line
+    assert "--train_batch_size" in line
