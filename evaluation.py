@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
+from option_checks import check_numbers, check_sampling
 from prompts import Size, load_prompts, parse_size, prompt_sizes
 from qwen_image import (
     adapters_off,
@@ -39,15 +40,7 @@ from qwen_image import (
     prompt_conditions,
 )
 from rewards import Scorer, check_reward_prompts, check_rewards, check_weights, to_pil
-from rollout import (
-    check_numbers,
-    check_sampling,
-    load_models,
-    sample_batch,
-    schedules,
-    size_facts,
-    sizes_by_tokens,
-)
+from rollout import load_models, sample_batch, schedules, size_facts, sizes_by_tokens
 from run_folder import make_folder, run_script, write_text
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported

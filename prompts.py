@@ -32,67 +32,70 @@ def load_prompts(name_or_path: str, *, column: str = "prompt", option: str = "--
     if not name_or_path:
         raise ValueError(f"{option} is empty: name a file, a folder or a data set")
     path = Path(name_or_path)
-    if path.is_file() and path.suffix in (".txt", ".jsonl"):
-        try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also cut at rarer marks
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not utf-8 text ({error.reason} at byte {error.start}): save it as utf-8"
-            ) from error
-        rows, row_numbers = [], []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if path.suffix == ".txt":
-                row_numbers.append(number)
-                rows.append({"prompt": line.strip()})
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number} is not json: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number} is a json {type(row).__name__}: write one object a line")
-            row_numbers.append(number)
-            rows.append(row)
+    if path.is_file() and path.suffix == ".txt":
+        rows, column = [(number, {"prompt": line.strip()}) for number, line in text_lines(path)], "prompt"
+    elif path.is_file() and path.suffix == ".jsonl":
+        rows = [(number, json_object(path, number, line)) for number, line in text_lines(path)]
     else:
-        try:
-            if (path / "dataset_info.json").is_file() or (path / "state.json").is_file():
-                table = load_from_disk(name_or_path)
-            elif path.is_file():
-                if path.suffix not in TABLE_KINDS:
-                    raise ValueError(
-                        f"{option} {path}: give a .txt, .jsonl, {', '.join(TABLE_KINDS)} file or a folder"
-                    )
-                table = load_dataset(TABLE_KINDS[path.suffix], data_files=str(path), split="train")
-            else:
-                table = load_split(name_or_path, option)
-        except (DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{option} {name_or_path} cannot be read as a table: {error.__cause__ or error}"
-            ) from error
-        except (FileNotFoundError, ConnectionError) as error:
-            raise ValueError(
-                f"{option} {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl "
-                "file, a data set's folder or its name"
-            ) from error
+        table = load_table(name_or_path, option)
         if column not in table.column_names:
             raise ValueError(
                 f"{name_or_path} has no column {column!r} but {', '.join(table.column_names)}: --prompt_column"
             )
         text = [name for name, feature in table.features.items() if not isinstance(feature, MEDIA)]
-        rows = [dict(row) for row in table.select_columns(text)]
-        row_numbers = range(1, len(rows) + 1)
+        rows = [(number, dict(row)) for number, row in enumerate(table.select_columns(text), start=1)]
 
     prompts = []
-    for number, row in zip(row_numbers, rows, strict=True):
-        prompt = row.get("prompt" if path.suffix == ".txt" else column)
+    for number, row in rows:
+        prompt = row.get(column)
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"{name_or_path} row {number} has no text in {column!r}: {str(row)[:80]}")
         prompts.append({key: value for key, value in row.items() if key != column} | {"prompt": prompt})
     if not prompts:
         raise ValueError(f"{name_or_path} holds no prompt: write one a line")
     return prompts
+
+
+def text_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a utf-8 file that are not blank, with their numbers. Raises ValueError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would also cut at rarer marks
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not utf-8 text ({error.reason} at byte {error.start}): save it as utf-8"
+        ) from error
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    """One line of a .jsonl file. Raises ValueError."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path} line {number} is not json: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{path} line {number} is a json {type(row).__name__}: write one object a line")
+    return row
+
+
+def load_table(name_or_path: str, option: str) -> Dataset:
+    """A table in a file or folder, or a data set by name, as `datasets` reads it. Raises ValueError."""
+    path = Path(name_or_path)
+    try:
+        if (path / "dataset_info.json").is_file() or (path / "state.json").is_file():
+            return load_from_disk(name_or_path)
+        if not path.is_file():
+            return load_split(name_or_path, option)
+        if path.suffix not in TABLE_KINDS:
+            raise ValueError(f"{option} {path}: give a .txt, .jsonl, {', '.join(TABLE_KINDS)} file or a folder")
+        return load_dataset(TABLE_KINDS[path.suffix], data_files=str(path), split="train")
+    except (DatasetGenerationError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{option} {name_or_path} cannot be read as a table: {error.__cause__ or error}") from error
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"{option} {name_or_path} is no file and no data set that `datasets` finds: give a .txt or .jsonl file, a "
+            "data set's folder or its name"
+        ) from error
 
 
 def load_split(name: str, option: str) -> Dataset:

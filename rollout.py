@@ -9,7 +9,6 @@ Shapes: B samples of a batch, N denoising steps, W trained steps (the SDE window
 """
 
 import argparse
-import math
 import os
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
+from option_checks import check_numbers, check_sampling, check_sde_window
 from prompts import (
     Size,
     batch_samples,
@@ -59,7 +59,6 @@ from qwen_image import (
 )
 from rewards import (
     AGGREGATIONS,
-    LARGEST,
     Scorer,
     check_reward_prompts,
     check_rewards,
@@ -75,7 +74,6 @@ from trajectory_cache import (
     read_embeddings,
     read_micro_batch,
     read_prompt_embeds,
-    read_tensors,
     table_writer,
     write_manifest,
 )
@@ -84,47 +82,6 @@ from trajectory_cache import (
 INITIAL_NOISE, STEP_NOISE = 0, 1
 SOLVERS = ("euler", "unipc")
 WINDOW_SCHEDULES = ("random", "progressive")
-OPTIONAL_NUMBERS = {"old_log_probs", "ref_log_prob", "rollout_is_weights"}  # of a foreign cache, fp32 like the rest
-
-
-def check_numbers(
-    options: Mapping[str, Any],
-    *,
-    above_zero: Sequence[str],
-    not_negative: Sequence[str] = (),
-    may_be_infinite: Sequence[str] = (),
-) -> None:
-    """Raise ValueError naming an option that is too small, or no number that fp32 can hold."""
-    for name in above_zero:
-        if not options[name] > 0:
-            raise ValueError(f"--{name} is {options[name]}: it must be above 0")
-    for name in not_negative:
-        if options[name] < 0:
-            raise ValueError(f"--{name} is {options[name]}: it must not be negative")
-    for name, value in options.items():
-        if name in may_be_infinite and value == math.inf:
-            continue
-        if isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max:
-            raise ValueError(f"--{name} is {value}: give a finite number")
-        if isinstance(value, int) and value >= 2**63:
-            raise ValueError(f"--{name} is {value}: give a number below 2**63")
-
-
-def check_sampling(resolutions: Sequence[Size], num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
-    """Raise ValueError for sizes that cannot be sampled."""
-    for size in resolutions:
-        if any(side <= 0 or side % PIXELS_PER_TOKEN for side in size):
-            nearest = tuple(max(1, round(side / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for side in size)
-            raise ValueError(
-                f"--resolution {size_name(size)}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is "
-                f"{size_name(nearest)}"
-            )
-    if num_inference_steps < 2:
-        raise ValueError(f"--num_inference_steps {num_inference_steps}: give at least 2")
-    if true_cfg_scale < 1:
-        raise ValueError(f"--true_cfg_scale {true_cfg_scale}: give 1, which is no CFG, or more")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed is {seed}: give 0 to {2**32 - 1}, what all random generators take")
 
 
 def num_tokens(size: Size) -> int:
@@ -133,7 +90,7 @@ def num_tokens(size: Size) -> int:
 
 
 def sizes_by_tokens(
-    sizes: Sequence[Size], *, images_per_prompt: int | None = None, batch_size: int | None = None
+    sizes: Sequence[Size], *, images_per_prompt: int | None = None, batch_size: int = 1
 ) -> dict[int, Size]:
     """A run's sizes by their number of tokens, which tells them apart. Raises ValueError where it does not, and where
     prompts of several sizes would share a batch."""
@@ -146,7 +103,7 @@ def sizes_by_tokens(
                 f"resolutions {size_name(other)} and {size_name(size)} have equally many tokens, by which a run tells "
                 "its sizes apart: change a side"
             )
-    if len(by_tokens) > 1 and batch_size is not None and images_per_prompt % batch_size:
+    if len(by_tokens) > 1 and images_per_prompt is not None and images_per_prompt % batch_size:
         raise ValueError(
             f"--train_batch_size {batch_size} with several resolutions: a batch has one size, so "
             f"--num_images_per_prompt, {images_per_prompt}, must be a multiple of it"
@@ -167,40 +124,6 @@ def schedules(facts: Mapping[str, Any]) -> dict[Size, Tensor]:
     if "sizes" not in facts:
         return {(facts["height"], facts["width"]): torch.tensor(facts["sigmas"])}
     return {tuple(size): torch.tensor(s) for size, s in zip(facts["sizes"], facts["sigmas"], strict=True)}
-
-
-def check_sde_window(
-    window_size: int,
-    window_range: Sequence[int],
-    num_inference_steps: int,
-    noise_level: float,
-    *,
-    schedule: str,
-    epochs_per_window: int,
-    stride: int,
-) -> None:
-    """Raise ValueError for a window that does not fit or move, or noise that gives no log-prob."""
-    first, stop = window_range
-    if noise_level <= 0:
-        raise ValueError(f"--noise_level {noise_level}: without noise a step has no log-prob to train on")
-    if window_size < 0:
-        raise ValueError(f"--sde_window_size is {window_size}: give 0 for all steps but the last, or more")
-    if window_size and not 0 <= first <= stop - window_size:
-        raise ValueError(
-            f"--sde_window_size {window_size} does not fit in --sde_window_range {first} {stop}: widen it"
-        )
-    if window_size and stop > num_inference_steps - 1:
-        raise ValueError(
-            f"--sde_window_range {first} {stop} reaches the last of {num_inference_steps} steps, which cannot be "
-            f"trained: end it at {num_inference_steps - 1}"
-        )
-    for name, value in (("epochs", epochs_per_window), ("stride", stride)):
-        if value <= 0:
-            raise ValueError(f"--sde_window_{name} is {value}: it must be above 0")
-    if schedule == "progressive" and not window_size:
-        raise ValueError(
-            "--sde_window_schedule progressive with --sde_window_size 0, which is all steps: give a size above 0"
-        )
 
 
 def draw_sde_window(
@@ -453,140 +376,6 @@ def encode_prompt_table(
             (embedding,) = encode_prompts(pipeline, [text], device=device, max_sequence_length=max_sequence_length)
             write({"prompt_id": prompt_id, "prompt_embeds": embedding})
     return read_embeddings(path)
-
-
-def check_cache(
-    cache: TrajectoryCache,
-    expected: Mapping[str, Any],
-    *,
-    batch_size: int,
-    num_updates: int,
-    world_size: int,
-    text_width: int,
-    reads_values: bool = True,
-) -> None:
-    """Refuse a cache that a run cannot train from. `expected` holds what its manifest must agree with, text_width is
-    that of the transformer's prompt embeddings; reads_values looks for NaN and infinity in every tensor.
-
-    Raises ValueError naming both values and what to do.
-    """
-    for name, value in expected.items():
-        found = cache.facts.get(name)
-        same = found == value
-        if isinstance(value, list) and isinstance(found, list) and len(value) == len(found):
-            flat, others = ([n for x in v for n in (x if isinstance(x, list) else [x])] for v in (value, found))
-            numbers = all(isinstance(number, int | float) for number in others) and len(flat) == len(others)
-            same = numbers and np.allclose(flat, others, rtol=0, atol=1e-6)
-        if not same:
-            raise ValueError(
-                f"the trajectory cache was made with {name} {found}, this run has {value}: change the option (for "
-                "sigmas --num_inference_steps or --resolution), or roll out again"
-            )
-    samples = sorted(cache.sample_indices)
-    if cache.values is None or not {"reward", "sample_index"} <= set(cache.values.column_names):
-        raise ValueError(
-            "the trajectory cache has no values table with columns reward and sample_index: write one, see README"
-        )
-    if samples != list(range(len(samples))):
-        raise ValueError(
-            f"the trajectory cache's sample_index must count its {len(samples)} rows from 0 without a gap"
-        )
-    if cache.values.features["sample_index"].dtype != "int64" or sorted(cache.values["sample_index"][:]) != samples:
-        raise ValueError("the trajectory cache's values table must hold each sample_index of the trajectories once")
-    if len(samples) % (unit := batch_size * world_size * num_updates):
-        raise ValueError(
-            f"the trajectory cache holds {len(samples)} trajectories, which cannot be dealt to {num_updates} updates "
-            f"x {world_size} ranks x batches of {batch_size} = {unit}: change --train_batch_size or "
-            "--num_updates_per_epoch"
-        )
-    for sample, reward in zip(cache.values["sample_index"][:], cache.values["reward"][:], strict=True):
-        if not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
-            raise ValueError(
-                f"the trajectory cache's reward of sample {sample} is {reward}: write finite numbers up to "
-                f"{LARGEST:.0e}"
-            )
-    by_tokens = {num_tokens(size): sigmas for size, sigmas in schedules(expected).items()}
-    for row in range(len(samples)):
-        tensors = read_tensors(cache.trajectories, row)
-        latents = tensors.get("all_latents", tensors.get("latents_clean"))
-        tokens = latents.shape[-2] if latents is not None and latents.ndim > 1 else 0
-        tokens = tokens if tokens in by_tokens else next(iter(by_tokens))
-        check_trajectory(tensors, row, shape=(tokens, 64), sigmas=by_tokens[tokens])
-        if reads_values:
-            check_all_finite(tensors, f"row {row}")
-    unknown = sorted(set(cache.prompt_ids) - set(cache.prompt_rows))
-    if expected["true_cfg_scale"] > 1 and NEGATIVE_PROMPT_ID not in cache.prompt_rows:
-        unknown.append(NEGATIVE_PROMPT_ID)
-    if unknown:
-        raise ValueError(
-            f"the trajectory cache's prompts table lacks prompt_id {unknown[0]} ({NEGATIVE_PROMPT_ID} is the negative "
-            "prompt of true CFG): write its embedding"
-        )
-    for prompt_id, row in cache.prompt_rows.items():
-        tensors = read_tensors(cache.prompts, row)
-        embedding = tensors.get("prompt_embeds", torch.empty(0))
-        if (
-            embedding.ndim != 2
-            or embedding.shape[1] != text_width
-            or not len(embedding)
-            or embedding.dtype
-            not in (
-                torch.float32,
-                torch.bfloat16,
-                torch.float16,
-            )
-        ):
-            raise ValueError(
-                f"the trajectory cache's prompt_embeds of prompt_id {prompt_id} are {tuple(embedding.shape)} "
-                f"{embedding.dtype}: this model reads (tokens, {text_width}) of floating-point numbers"
-            )
-        if reads_values:
-            check_all_finite(tensors, f"prompt_id {prompt_id}")
-
-
-def check_all_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a row of a cache with NaN or infinity in it. Raises ValueError naming the field."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(
-                f"the trajectory cache's {name} of {where} holds NaN or infinity: roll out again, its model or "
-                "precision made them"
-            )
-
-
-def check_trajectory(tensors: Mapping[str, Tensor], row: int, *, shape: tuple[int, int], sigmas: Tensor) -> None:
-    """Refuse a row of a cache whose latents are not (..., *shape) fp32, or whose steps are not consecutive ones of the
-    run's schedule sigmas (N+1,). Raises ValueError naming the field."""
-    for name in tensors.keys() & {"all_latents", "latents_clean", "old_prev_sample_mean"}:
-        found = tuple(tensors[name].shape[-2:])
-        if found != shape or tensors[name].dtype != torch.float32:
-            raise ValueError(
-                f"the trajectory cache's {name} of row {row} ends in {found} {tensors[name].dtype}: this run "
-                f"needs {shape} torch.float32"
-            )
-    if "sigmas" not in tensors:  # DiffusionNFT's trajectories are clean latents alone
-        return
-    for name in ("sigmas", "sigma_max", "all_timesteps", *sorted(tensors.keys() & OPTIONAL_NUMBERS)):
-        if name not in tensors or tensors[name].dtype != torch.float32:
-            found = tensors[name].dtype if name in tensors else "nothing"
-            raise ValueError(f"the trajectory cache's {name} of row {row} must be float32, it holds {found}")
-    start = int((sigmas - tensors["sigmas"][0]).abs().argmin())
-    steps = sigmas[start : start + len(tensors["sigmas"])]
-    expected = {"sigmas": steps, "sigma_max": sigmas[1], "all_timesteps": 1000 * steps[:-1]}
-    for name, values in expected.items():
-        if tensors[name].shape != values.shape or not torch.allclose(tensors[name], values, rtol=1e-5, atol=1e-6):
-            raise ValueError(
-                f"the trajectory cache's {name} of row {row} are {tensors[name].tolist()}, the schedule has "
-                f"{values.tolist()}: all_timesteps are 1000 x sigmas[:-1], sigma_max is the second of the schedule"
-            )
-
-
-def cached_rewards(cache: TrajectoryCache) -> tuple[Tensor, Tensor]:
-    """Rewards (N,) float64 and prompt ids (N,) of a cache's samples, by sample number."""
-    rewards = dict(zip(cache.values["sample_index"][:], cache.values["reward"][:], strict=True))
-    groups = dict(zip(cache.sample_indices, cache.prompt_ids, strict=True))
-    samples = sorted(groups)
-    return torch.tensor([rewards[s] for s in samples], dtype=torch.float64), torch.tensor([groups[s] for s in samples])
 
 
 def load_micro_batch(cache: TrajectoryCache, rows: Sequence[int]) -> dict[str, Any]:

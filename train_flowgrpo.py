@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +34,10 @@ from diffusers.optimization import SchedulerType, get_scheduler
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+import cache_checks
 import evaluation
 import model_files
+import option_checks
 import qwen_image
 import rollout
 import run_folder
@@ -44,7 +45,6 @@ import sharding
 from prompts import (
     Size,
     batch_samples,
-    check_batch_arithmetic,
     epoch_samples,
     fill_batches,
     load_prompts,
@@ -60,7 +60,6 @@ from rewards import (
     Scorer,
     check_reward_prompts,
     check_rewards,
-    check_weights,
     combine_rewards,
     group_advantages,
     has_signal,
@@ -75,7 +74,7 @@ from staging import (
     step_input_bytes,
     validate_batch,
 )
-from trajectory_cache import TrajectoryCache, open_cache, write_manifest
+from trajectory_cache import TrajectoryCache, open_cache, read_rewards, write_manifest
 
 HERE = Path(__file__).resolve().parent
 POLICY_LOSSES = ("clip", "grpo_guard", "flow_dppo")
@@ -92,8 +91,6 @@ CACHED_FIELDS = FLOWGRPO_FIELDS._replace(
     per_step={name: window for name, window in FLOWGRPO_FIELDS.per_step.items() if name != "advantages"},
     optional=FLOWGRPO_FIELDS.optional | {"old_log_probs"},
 )
-
-POLYNOMIAL_END = 1e-7  # of diffusers' polynomial schedule
 
 # What differs for the demo model, which is 60,000 times smaller than Qwen-Image and is sampled at 64 px.
 DEMO_DEFAULTS = {
@@ -235,109 +232,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_common_args(args: argparse.Namespace, *, world_size: int) -> None:
-    """Refuse what the options of both scripts show to be wrong. Raises ValueError: what, the values, what to do."""
-    above_zero = (
-        "rank", "lora_alpha", "max_sequence_length", "num_prompts_per_epoch", "num_images_per_prompt",
-        "adv_clip_max", "num_updates_per_epoch", "num_inner_epochs", "train_batch_size", "num_train_epochs",
-        "learning_rate", "max_grad_norm", "timesteps_per_forward", "eval_num_inference_steps", "keep_trajectories",
-        "checkpoints_total_limit", "reward_timeout", "ddp_timeout", "divergence_limit",
-    )  # fmt: skip
-    rollout.check_numbers(
-        vars(args),
-        above_zero=above_zero,
-        not_negative=("staging_prefetch", "eval_epochs", "lr_warmup_steps", "checkpointing_steps", "reward_workers"),
-        may_be_infinite=("divergence_limit", "log_ratio_limit", "max_grad_norm", "clip_range", "adv_clip_max"),
-    )
-    if not (0 <= args.adam_beta1 < 1 and 0 <= args.adam_beta2 < 1 and args.adam_epsilon > 0):
-        values = f"{args.adam_beta1} {args.adam_beta2} {args.adam_epsilon}"
-        raise ValueError(
-            f"--adam_beta1, --adam_beta2, --adam_epsilon are {values}: give betas in [0, 1), epsilon above 0"
-        )
-    if args.adam_weight_decay < 0:
-        raise ValueError(f"--adam_weight_decay is {args.adam_weight_decay}: it must not be negative")
-    check_schedule(args)
-    rollout.check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
-    if args.staging_prefetch and not args.enable_timestep_staging:
-        raise ValueError(f"--staging_prefetch {args.staging_prefetch} needs --enable_timestep_staging: add it")
-    if args.checkpointed_blocks is not None and (args.checkpointed_blocks < 1 or not args.gradient_checkpointing):
-        raise ValueError(
-            f"--checkpointed_blocks {args.checkpointed_blocks}: give at least 1, with --gradient_checkpointing"
-        )
-    is_fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") == "2"
-    if args.gathered_rollout and not is_fsdp2:
-        raise ValueError("--gathered_rollout is for FSDP2, whose rollouts gather weights at every step: leave it out")
-    if (
-        args.compile_blocks
-        and os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        and os.environ.get("FSDP_VERSION") == "1"
-    ):
-        raise ValueError(
-            "--compile_blocks under FSDP version 1, which swaps parameters inside what is compiled: launch with "
-            "accelerate_configs/fsdp2.yaml"
-        )
-    compiled = args.compile_mode != "default" or not args.compile_dynamic or args.compile_fullgraph
-    if compiled and not args.compile_blocks:
-        raise ValueError("--compile_mode, --no-compile_dynamic and --compile_fullgraph need --compile_blocks: add it")
-    if args.attention_backend is not None:
-        qwen_image.check_attention_backend(args.attention_backend)
-    if args.max_sequence_length > 1024:
-        raise ValueError(f"--max_sequence_length {args.max_sequence_length}: Qwen-Image reads at most 1024")
-    check_weights(args.reward_funcs or [], args.reward_weights)
-    if args.report_to != "none" and find_spec(args.report_to) is None:
-        raise ValueError(f"--report_to {args.report_to}: the package is not installed; pip install {args.report_to}")
-    if args.trajectory_cache is not None:
-        if args.reward_aggregation != "sum":
-            raise ValueError(
-                f"--reward_aggregation {args.reward_aggregation} with --trajectory_cache: a cache holds the weighted "
-                "sum; leave it out"
-            )
-        if args.resolution_column is not None:
-            raise ValueError(
-                f"--resolution_column {args.resolution_column} with --trajectory_cache, which reads no prompts: name "
-                "the cache's sizes with --resolution"
-            )
-        return
-    for name in ("prompts", "reward_funcs"):
-        if not getattr(args, name):
-            raise ValueError(
-                f"--{name} is missing: only the demo, without --pretrained_model_name_or_path, has its own"
-            )
-    check_batch_arithmetic(
-        num_prompts=args.num_prompts_per_epoch,
-        images_per_prompt=args.num_images_per_prompt,
-        batch_size=args.train_batch_size,
-        world_size=world_size,
-        num_updates=args.num_updates_per_epoch,
-    )
-
-
-def check_schedule(args: argparse.Namespace) -> None:
-    """Refuse a learning rate schedule that this run's optimizer steps cannot follow."""
-    num_epochs = args.num_train_epochs if args.trajectory_cache is None else 1
-    num_steps = num_epochs * args.num_inner_epochs * args.num_updates_per_epoch
-    if args.lr_warmup_steps and args.lr_scheduler == "constant":
-        raise ValueError(
-            f"--lr_warmup_steps {args.lr_warmup_steps} with --lr_scheduler constant, which has no warm-up: choose "
-            "constant_with_warmup"
-        )
-    if args.lr_warmup_steps > num_steps:
-        raise ValueError(
-            f"--lr_warmup_steps {args.lr_warmup_steps} is beyond the {num_steps} optimizer steps of this run: lower it"
-        )
-    if args.lr_scheduler == "polynomial" and args.learning_rate <= POLYNOMIAL_END:
-        raise ValueError(
-            f"--lr_scheduler polynomial ends at {POLYNOMIAL_END}, --learning_rate is {args.learning_rate}: raise it, "
-            "or choose linear"
-        )
-
-
 def check_args(args: argparse.Namespace) -> None:
     """Refuse what FlowGRPO's own options show to be wrong."""
     for name in ("clip_range", "log_ratio_limit", "dppo_kl_threshold"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name} is {getattr(args, name)}: it must be above 0")
-    rollout.check_sde_window(
+    option_checks.check_sde_window(
         args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level,
         schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
     )  # fmt: skip
@@ -634,7 +534,7 @@ class Inputs(NamedTuple):
 def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     """Refuse what options, prompts, rewards, caches and checkpoints show to be wrong, before any model is loaded."""
     check_supported(os.environ)
-    check_common_args(args, world_size=world_size)
+    option_checks.check_training_options(vars(args), world_size=world_size)
     check_args(args)
     online = args.trajectory_cache is None
     model_folder = HERE / "assets/demo_pipeline"
@@ -659,28 +559,23 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     sizes = args.resolution
     if args.resolution_column is not None:
         sizes = [size for rows in (prompts, eval_prompts) for size in prompt_sizes(rows, [], args.resolution_column)]
-    images, batch_size = args.num_images_per_prompt, args.train_batch_size
-    sizes = rollout.sizes_by_tokens(list(dict.fromkeys(sizes)), images_per_prompt=images, batch_size=batch_size)
+    images = args.num_images_per_prompt if online else None  # a cache's batches are looked at themselves
+    sizes = list(dict.fromkeys(sizes))
+    sizes = rollout.sizes_by_tokens(sizes, images_per_prompt=images, batch_size=args.train_batch_size)
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
-        reads_values = int(os.environ.get("LOCAL_RANK", "0")) == 0  # one rank of a node reads every byte
-        cache = open_cache(args.trajectory_cache, verify_checksums=reads_values)
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
-        facts = cache_facts(args, scheduler, model_folder, list(sizes.values()))
-        size, num_updates = args.train_batch_size, args.num_updates_per_epoch
-        rollout.check_cache(
-            cache,
-            facts,
-            batch_size=size,
-            num_updates=num_updates,
+        cache = cache_checks.open_checked_cache(
+            args.trajectory_cache,
+            cache_facts(args, scheduler, model_folder, list(sizes.values())),
+            CACHED_FIELDS,
+            batch_size=args.train_batch_size,
+            num_updates=args.num_updates_per_epoch,
             world_size=world_size,
             text_width=model_files.read_json(model_folder / "transformer/config.json")["joint_attention_dim"],
-            reads_values=reads_values,
+            reads_values=int(os.environ.get("LOCAL_RANK", "0")) == 0,  # one rank of a node reads every byte
         )
         num_samples = len(cache.sample_indices)
-        rows = sorted(range(num_samples), key=cache.sample_indices.__getitem__)  # a batch is of consecutive samples
-        for first in range(0, num_samples, size):
-            validate_batch(rollout.load_micro_batch(cache, rows[first : first + size]), CACHED_FIELDS)
     checkpoint = state = None
     if args.resume_from_checkpoint is not None:
         checkpoint = run_folder.find_checkpoint(Path(args.output_dir), args.resume_from_checkpoint)
@@ -1143,7 +1038,7 @@ def main(args: argparse.Namespace) -> None:
             )
             progress.set_postfix(reward=f"{metrics['rollout/reward_mean']:.4g}")
         else:
-            cache, (rewards, groups) = inputs.cache, rollout.cached_rewards(inputs.cache)
+            cache, (rewards, groups) = inputs.cache, read_rewards(inputs.cache)
             advantages = group_advantages(rewards, groups, global_std=args.global_std)
         metrics |= {"time/rollout_s": time.perf_counter() - started, **run_folder.peak_memory("rollout")}
 

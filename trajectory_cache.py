@@ -277,6 +277,14 @@ def read_prompt_embeds(cache: TrajectoryCache, prompt_id: int) -> Tensor:
     return read_tensors(cache.prompts, cache.prompt_rows[prompt_id])["prompt_embeds"]
 
 
+def read_rewards(cache: TrajectoryCache) -> tuple[Tensor, Tensor]:
+    """Rewards (N,) float64 and prompt ids (N,) of all samples, by sample number."""
+    rewards = dict(zip(cache.values["sample_index"][:], cache.values["reward"][:], strict=True))
+    groups = dict(zip(cache.sample_indices, cache.prompt_ids, strict=True))
+    samples = sorted(groups)
+    return torch.tensor([rewards[s] for s in samples], dtype=torch.float64), torch.tensor([groups[s] for s in samples])
+
+
 def read_embeddings(path: Path) -> dict[int, Tensor]:
     """Embeddings (S, D) by prompt_id of a table that table_writer wrote; read-only views."""
     table = Dataset.from_file(str(path)).with_format("arrow")

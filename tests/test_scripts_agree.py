@@ -42,7 +42,7 @@ def options_of(script, monkeypatch) -> dict[str, argparse.Action]:
 def test_functions_of_one_name_are_the_same():
     first, second = functions_of(train_flowgrpo), functions_of(train_nft)
     shared = (first.keys() & second.keys()) - OWN_FUNCTIONS
-    assert "check_common_args" in shared
+    assert "check_run" in shared
     for name in shared:
         assert first[name] == second[name], name
     assert first.keys() & second.keys() >= OWN_FUNCTIONS  # a name that is not in both needs no exception
