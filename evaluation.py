@@ -154,7 +154,9 @@ def save_grid(images: Tensor, path: Path, *, base: Path | None = None) -> None:
             both.paste(grid, (before.width + gap, 0))
             grid = both
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    temporary = path.with_suffix(".tmp")
+    grid.save(temporary, format="PNG")
+    os.replace(temporary, path)
 
 
 # ----- A script of its own -----------------------------------------------------------------------------------------
@@ -208,10 +210,10 @@ def summarize(scores: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, d
 def main(args: argparse.Namespace) -> None:
     """Sample and score all prompts with the base model and then with the adapter; ranks share the batches."""
     check_supported(os.environ)
-    above_zero = ("train_batch_size", "max_sequence_length", "reward_timeout")
+    above_zero = ("train_batch_size", "max_sequence_length", "eval_num_inference_steps", "reward_timeout")
     check_numbers(vars(args), above_zero=above_zero, not_negative=("reward_workers",))
     check_weights(args.reward_funcs, None)
-    check_sampling(args.resolution, args.eval_num_inference_steps, args.true_cfg_scale, seed=args.seed)
+    check_sampling(vars(args))
     check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
     folder = Path(args.output_dir)
     if (folder / "evaluation.json").exists():

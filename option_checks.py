@@ -36,13 +36,8 @@ def check_training_options(options: Mapping[str, Any], *, world_size: int) -> No
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= options[name] < 1:
             raise ValueError(f"--{name} is {options[name]}: give a number in [0, 1)")
-    check_sampling(
-        options["resolution"], options["num_inference_steps"], options["true_cfg_scale"], seed=options["seed"]
-    )
-    if options["max_sequence_length"] > MAX_PROMPT_TOKENS:
-        raise ValueError(
-            f"--max_sequence_length {options['max_sequence_length']}: Qwen-Image reads at most {MAX_PROMPT_TOKENS}"
-        )
+    check_sampling(options)
+    check_steps(options["num_inference_steps"])
     num_epochs = options["num_train_epochs"] if options["trajectory_cache"] is None else 1
     check_lr_schedule(
         options["lr_scheduler"],
@@ -95,21 +90,34 @@ def check_numbers(
             raise ValueError(f"--{name} is {value}: give a number below 2**63")
 
 
-def check_sampling(resolutions: Sequence[Size], num_inference_steps: int, true_cfg_scale: float, *, seed: int) -> None:
-    """Refuse sizes, steps, scales and seeds that cannot be sampled."""
-    for size in resolutions:
-        if any(side <= 0 or side % PIXELS_PER_TOKEN for side in size):
-            nearest = tuple(max(1, round(side / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for side in size)
-            raise ValueError(
-                f"--resolution {size_name(size)}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is "
-                f"{size_name(nearest)}"
-            )
+def check_sampling(options: Mapping[str, Any]) -> None:
+    """Refuse sizes, scales, prompt lengths and seeds that cannot be sampled; rollouts and evaluations have these."""
+    for size in options["resolution"]:
+        check_size(size)
+    if options["true_cfg_scale"] < 1:
+        raise ValueError(f"--true_cfg_scale {options['true_cfg_scale']}: give 1, which is no CFG, or more")
+    if options["max_sequence_length"] > MAX_PROMPT_TOKENS:
+        raise ValueError(
+            f"--max_sequence_length {options['max_sequence_length']}: Qwen-Image reads at most {MAX_PROMPT_TOKENS}"
+        )
+    if not 0 <= options["seed"] < 2**32:
+        raise ValueError(f"--seed is {options['seed']}: give 0 to {2**32 - 1}, what all random generators take")
+
+
+def check_size(size: Size) -> None:
+    """Refuse an image size that is no whole number of tokens."""
+    if any(side <= 0 or side % PIXELS_PER_TOKEN for side in size):
+        nearest = tuple(max(1, round(side / PIXELS_PER_TOKEN)) * PIXELS_PER_TOKEN for side in size)
+        raise ValueError(
+            f"--resolution {size_name(size)}: not a multiple of {PIXELS_PER_TOKEN}, the nearest is "
+            f"{size_name(nearest)}"
+        )
+
+
+def check_steps(num_inference_steps: int) -> None:
+    """Refuse a rollout without a step that can be trained."""
     if num_inference_steps < 2:
         raise ValueError(f"--num_inference_steps {num_inference_steps}: give at least 2")
-    if true_cfg_scale < 1:
-        raise ValueError(f"--true_cfg_scale {true_cfg_scale}: give 1, which is no CFG, or more")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed is {seed}: give 0 to {2**32 - 1}, what all random generators take")
 
 
 def check_sde_window(

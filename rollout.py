@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
-from option_checks import check_numbers, check_sampling, check_sde_window
+from option_checks import check_numbers, check_sampling, check_sde_window, check_size, check_steps
 from prompts import (
     Size,
     batch_samples,
@@ -96,7 +96,7 @@ def sizes_by_tokens(
     prompts of several sizes would share a batch."""
     by_tokens: dict[int, Size] = {}
     for size in sizes:
-        check_sampling([size], 2, 1.0, seed=0)
+        check_size(size)
         other = by_tokens.setdefault(num_tokens(size), size)
         if other != size:
             raise ValueError(
@@ -483,14 +483,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(args: argparse.Namespace) -> None:
-    """Sample one epoch's prompts and write the cache; ranks share the batches."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+class Inputs(NamedTuple):
+    """All that a rollout starts from but models, checked."""
+
+    model_folder: Path
+    prompts: list[dict[str, Any]]
+    rewards: dict[str, str]  # names by label
+    sizes: list[Size]  # of each prompt's images
+    run_sizes: dict[int, Size]  # by their number of tokens
+    batches_per_update: int
+
+
+def check_rollout(args: argparse.Namespace, world_size: int) -> Inputs:
+    """Refuse what options, prompts, rewards and the model's files show to be wrong, before any model is loaded."""
     check_supported(os.environ)
     above_zero = ("num_prompts_per_epoch", "num_images_per_prompt", "train_batch_size", "max_sequence_length")
     check_numbers(vars(args), above_zero=(*above_zero, "reward_timeout"), not_negative=("epoch", "reward_workers"))
     check_weights(args.reward_funcs, args.reward_weights)
-    check_sampling(args.resolution, args.num_inference_steps, args.true_cfg_scale, seed=args.seed)
+    check_sampling(vars(args))
+    check_steps(args.num_inference_steps)
     check_sde_window(
         args.sde_window_size, args.sde_window_range, args.num_inference_steps, args.noise_level,
         schedule=args.sde_window_schedule, epochs_per_window=args.sde_window_epochs, stride=args.sde_window_stride,
@@ -503,9 +514,8 @@ def main(args: argparse.Namespace) -> None:
         num_updates=1,
     )
     check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
-    folder = Path(args.output_dir)
-    if any(folder.glob("manifest-*.json")):
-        raise ValueError(f"--output_dir {folder} holds a cache already: name another folder, or delete it")
+    if any(Path(args.output_dir).glob("manifest-*.json")):
+        raise ValueError(f"--output_dir {args.output_dir} holds a cache already: name another folder, or delete it")
     prompts = load_prompts(args.prompts, column=args.prompt_column)
     rewards = check_rewards(args.reward_funcs)
     check_reward_prompts(args.reward_funcs, prompts, "--prompts")
@@ -515,7 +525,6 @@ def main(args: argparse.Namespace) -> None:
         images_per_prompt=args.num_images_per_prompt,
         batch_size=args.train_batch_size,
     )
-    reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
     subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
     model_folder = local_pipeline_folder(
         args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
@@ -523,7 +532,15 @@ def main(args: argparse.Namespace) -> None:
     check_pipeline(model_folder, subfolders)
     if args.lora is not None:
         check_exported_adapter(model_folder, Path(args.lora))
+    return Inputs(model_folder, prompts, rewards, sizes, run_sizes, batches_per_update)
 
+
+def main(args: argparse.Namespace) -> None:
+    """Sample one epoch's prompts and write the cache; ranks share the batches."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    model_folder, prompts, rewards, sizes, run_sizes, batches_per_update = check_rollout(args, world_size)
+    folder = Path(args.output_dir)
+    reward_weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
     accelerator = make_accelerator()
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("rollout.py keeps the model whole on each GPU: launch with accelerate_configs/ddp.yaml")

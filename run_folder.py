@@ -81,7 +81,7 @@ def note_resume(output_dir: Path, args: Mapping[str, Any], epoch: int) -> list[s
 def write_text(path: Path, text: str) -> None:
     """A small text file that appears whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -209,7 +209,7 @@ Options:
 {json.dumps(options, indent=1)}
 ```
 """
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(output_dir / "README.md")
+    write_text(output_dir / "README.md", str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")))
 
 
 def trajectory_folder(output_dir: Path, epoch: int) -> Path:

@@ -537,16 +537,8 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     option_checks.check_training_options(vars(args), world_size=world_size)
     check_args(args)
     online = args.trajectory_cache is None
-    model_folder = HERE / "assets/demo_pipeline"
     if args.pretrained_model_name_or_path is not None:
         qwen_image.check_pipeline_class(args.pretrained_model_name_or_path, revision=args.revision)
-        subfolders = ("scheduler", "transformer") + (("text_encoder", "tokenizer", "vae") if online else ())
-        model_folder = qwen_image.local_pipeline_folder(
-            args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
-        )
-        model_files.check_pipeline(model_folder, subfolders)
-    if args.use_lora:
-        qwen_image.check_lora_targets(model_folder, args.lora_target_modules)
     trained = args.reward_funcs or []
     reward_names = check_rewards(list(dict.fromkeys([*trained, *args.eval_reward_funcs])))
     has_evaluation = online and args.eval_epochs and args.eval_prompts
@@ -562,6 +554,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
     images = args.num_images_per_prompt if online else None  # a cache's batches are looked at themselves
     sizes = list(dict.fromkeys(sizes))
     sizes = rollout.sizes_by_tokens(sizes, images_per_prompt=images, batch_size=args.train_batch_size)
+    model_folder = find_model_folder(args)  # after all that a download need not wait for
     cache, num_samples = None, args.num_prompts_per_epoch * args.num_images_per_prompt
     if not online:
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model_folder, subfolder="scheduler")
@@ -596,6 +589,21 @@ def check_run(args: argparse.Namespace, world_size: int) -> Inputs:
         num_samples=num_samples,
         sizes=sizes,
     )
+
+
+def find_model_folder(args: argparse.Namespace) -> Path:
+    """The pipeline's folder, downloaded if it is not there yet, and checked; the demo's where none is named."""
+    folder = HERE / "assets/demo_pipeline"
+    if args.pretrained_model_name_or_path is not None:
+        online_parts = ("text_encoder", "tokenizer", "vae") if args.trajectory_cache is None else ()
+        subfolders = ("scheduler", "transformer", *online_parts)
+        folder = qwen_image.local_pipeline_folder(
+            args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
+        )
+        model_files.check_pipeline(folder, subfolders)
+    if args.use_lora:
+        qwen_image.check_lora_targets(folder, args.lora_target_modules)
+    return folder
 
 
 def checkpoint_identity(args: argparse.Namespace) -> dict[str, Any]:

@@ -153,6 +153,7 @@ CASES = {
     "no prompts per epoch": (ALL, options(num_prompts_per_epoch=-4), "--num_prompts_per_epoch is -4"),
     "no batch": (ALL, options(train_batch_size=0), "--train_batch_size is 0"),
     "no tokens": (ALL, options(max_sequence_length=0), "--max_sequence_length is 0"),
+    "too many tokens": (ALL, options(max_sequence_length=2000), "Qwen-Image reads at most 1024"),
     "negative epoch": (ONLY_ROLLOUT, options(epoch=-1), "--epoch is -1"),
     "uneven epoch": (ALL, options(num_prompts_per_epoch=3, num_images_per_prompt=3), "--num_prompts_per_epoch"),
     "infinite noise": (ONLY_FLOWGRPO, options(noise_level="inf"), "--noise_level is inf"),
