@@ -39,9 +39,10 @@ from qwen_image import (
     predict_sized,
     prompt_conditions,
 )
-from rewards import Scorer, check_reward_prompts, check_rewards, check_weights, to_pil
+from rewards import check_reward_prompts, check_rewards, check_weights, to_pil
 from rollout import load_models, sample_batch, schedules, size_facts, sizes_by_tokens
 from run_folder import make_folder, run_script, write_text
+from scorer import Scorer
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
 

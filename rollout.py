@@ -59,13 +59,13 @@ from qwen_image import (
 )
 from rewards import (
     AGGREGATIONS,
-    Scorer,
     check_reward_prompts,
     check_rewards,
     check_weights,
     combine_rewards,
 )
 from run_folder import make_folder, run_script
+from scorer import Scorer
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
 from trajectory_cache import (

@@ -57,7 +57,6 @@ from prompts import update_plan as plan_updates
 from qwen_image import ATTENTION_BACKENDS, COMPILE_MODES, LORA_TARGETS, SDE_TYPES, predict_sized, sde_step_with_logprob
 from rewards import (
     AGGREGATIONS,
-    Scorer,
     check_reward_prompts,
     check_rewards,
     combine_rewards,
@@ -65,6 +64,7 @@ from rewards import (
     has_signal,
     reward_metrics,
 )
+from scorer import Scorer
 from staging import (
     CONDITIONS,
     FLOWGRPO_FIELDS,

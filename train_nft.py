@@ -59,13 +59,13 @@ from prompts import update_plan as plan_updates
 from qwen_image import ATTENTION_BACKENDS, COMPILE_MODES, LORA_TARGETS, predict_sized, seeded_noise
 from rewards import (
     AGGREGATIONS,
-    Scorer,
     check_reward_prompts,
     check_rewards,
     combine_rewards,
     group_advantages,
     reward_metrics,
 )
+from scorer import Scorer
 from staging import (
     CONDITIONS,
     NFT_FIELDS,

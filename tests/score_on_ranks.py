@@ -11,7 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from prompts import batch_samples, rank_batches
-from rewards import GLYPH_LAYOUT, Scorer, check_rewards, draw_ink
+from rewards import GLYPH_LAYOUT, check_rewards, draw_ink
+from scorer import Scorer
 
 NUM_SAMPLES, BATCH_SIZE = 12, 2
 

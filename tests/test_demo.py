@@ -12,7 +12,8 @@ import qwen_image
 import train_flowgrpo
 import train_nft
 from prompts import load_prompts
-from rewards import Scorer, glyph_accuracy, glyph_match
+from rewards import glyph_accuracy, glyph_match
+from scorer import Scorer
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 

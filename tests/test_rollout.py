@@ -21,8 +21,9 @@ from qwen_image import (
     sde_step_with_logprob,
     seeded_noise,
 )
-from rewards import Scorer, jpeg_incompressibility
+from rewards import jpeg_incompressibility
 from rollout import draw_sde_window, sample_batch, write_rollout
+from scorer import Scorer
 from trajectory_cache import (
     NEGATIVE_PROMPT_ID,
     open_cache,

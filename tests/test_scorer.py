@@ -1,4 +1,4 @@
-"""Tests of rewards.py's Scorer, its worker processes, and GDPO: python -m pytest tests/test_scorer.py"""
+"""Tests of scorer.py, its worker processes, and GDPO: python -m pytest tests/test_scorer.py"""
 
 import multiprocessing
 import os
@@ -16,7 +16,8 @@ from script_runs import run, values_of
 
 import train_flowgrpo
 import train_nft
-from rewards import Scorer, combine_rewards, group_advantages, has_signal, serve_scores
+from rewards import combine_rewards, group_advantages, has_signal
+from scorer import Scorer, serve_scores
 from trajectory_cache import open_cache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,9 +174,10 @@ def test_a_worker_that_cannot_load_its_rewards_says_so():
 
 def test_workers_end_with_the_script_even_when_it_is_killed(functions):
     code = f"""
-import os, signal, rewards
+import os, signal
+from scorer import Scorer
 if __name__ == "__main__":
-    scorer = rewards.Scorer({{"process": {functions["process"]!r}}}, num_workers=1)
+    scorer = Scorer({{"process": {functions["process"]!r}}}, num_workers=1)
     scorer.to("cpu", [])
     print(scorer.workers[0].process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

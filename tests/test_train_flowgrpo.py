@@ -25,7 +25,7 @@ import rollout
 import run_folder
 import train_flowgrpo
 from qwen_image import SDE_TYPES, predict_velocity, tiny_pipeline, unused_modules
-from rewards import Scorer
+from scorer import Scorer
 from trajectory_cache import open_cache, read_tensors, table_writer, write_manifest
 
 run = partial(run_any, train_flowgrpo, sde_window_range=(0, 3), clip_range=1e-3)
