@@ -192,7 +192,7 @@ def rank_batches(num_updates: int, batches_per_update: int, *, rank: int, world_
     ]
 
 
-def update_plan(
+def plan_updates(
     num_updates: int, batches_per_update: int, *, rank: int, world_size: int, seed_words: Sequence[int]
 ) -> list[list[int]]:
     """A rank's batches for each update of an inner epoch: every column is shuffled over the updates by itself."""

@@ -49,11 +49,11 @@ from prompts import (
     fill_batches,
     load_prompts,
     parse_size,
+    plan_updates,
     prompt_sizes,
     rank_batches,
     size_name,
 )
-from prompts import update_plan as plan_updates
 from qwen_image import ATTENTION_BACKENDS, COMPILE_MODES, LORA_TARGETS, SDE_TYPES, predict_sized, sde_step_with_logprob
 from rewards import (
     AGGREGATIONS,
@@ -849,16 +849,7 @@ def update_policy(
         fields["advantages"] = advantages[samples][:, None].expand(-1, num_timesteps)
         return fields | {"sample_index": samples}
 
-    recomputed: dict[int, dict[str, Tensor]] = {}
-    missing = {"log_probs": "old_log_probs", "prev_sample_mean": "old_prev_sample_mean"}
-    missing = {key: name for key, name in missing.items() if name in needed_fields(args) and name not in cache.fields}
-    if missing:  # a cache of another program need not hold what a forward of this policy gives
-        for batch in tqdm(
-            own_batches, desc="old log-probs", leave=False, disable=not accelerator.is_local_main_process
-        ):
-            outputs = forward_only(args, policy.predict, micro_batch(batch), accelerator.device)
-            recomputed[batch] = {name: outputs[key] for key, name in missing.items()}
-
+    recomputed = recompute_missing(args, accelerator, policy.predict, cache.fields, own_batches, micro_batch)
     per_update = len(advantages) // (size * num_updates)
     for inner_epoch in range(args.num_inner_epochs):
         plans = [
@@ -871,13 +862,9 @@ def update_policy(
             every_rank = [plan[update] for plan in plans]
             batches, scale = every_rank[rank], None
             if args.drop_zero_std_groups:
-                wanted = {b: bool(signal_of[batch_samples(b, size)].any()) for plan in every_rank for b in plan}
-                batches = fill_batches(every_rank, wanted, rank)
+                batches, scale = drop_constant_groups(every_rank, signal_of, size, rank)
                 if not batches:
                     continue  # on every rank
-                # What is dropped weighs nothing and the rest takes its place in the mean.
-                members = [sample for plan in every_rank for batch in plan for sample in batch_samples(batch, size)]
-                scale = len(batches) * world_size * size / signal_of[members].sum()
             micro_batches = [micro_batch(batch) | recomputed.get(batch, {}) for batch in batches]
             if scale is not None:
                 for batch, fields in zip(batches, micro_batches, strict=True):
@@ -898,6 +885,38 @@ def update_policy(
                 )
             yield metrics, outputs
             del outputs
+
+
+def recompute_missing(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    predict: Callable[..., Tensor],
+    fields: frozenset[str],
+    own_batches: Sequence[int],
+    micro_batch: Callable[[int], dict[str, Any]],
+) -> dict[int, dict[str, Tensor]]:
+    """By batch, what a cache of another program does not hold in its `fields` and a forward of the policy gives: old
+    log-probs (B, W) and means (B, W, L, C)."""
+    sources = {"old_log_probs": "log_probs", "old_prev_sample_mean": "prev_sample_mean"}
+    missing = [name for name in needed_fields(args) if name in sources and name not in fields]
+    recomputed: dict[int, dict[str, Tensor]] = {}
+    if missing:
+        quiet = not accelerator.is_local_main_process
+        for batch in tqdm(own_batches, desc="old log-probs", leave=False, disable=quiet):
+            outputs = forward_only(args, predict, micro_batch(batch), accelerator.device)
+            recomputed[batch] = {name: outputs[sources[name]] for name in missing}
+    return recomputed
+
+
+def drop_constant_groups(
+    every_rank: Sequence[Sequence[int]], signal_of: Tensor, size: int, rank: int
+) -> tuple[list[int], Tensor]:
+    """Of each rank's batches of one update, those of `rank` that hold a sample with signal, as many on every rank, and
+    the weight of such a sample: what is dropped weighs nothing and the rest takes its place in the mean."""
+    wanted = {batch: bool(signal_of[batch_samples(batch, size)].any()) for plan in every_rank for batch in plan}
+    batches = fill_batches(every_rank, wanted, rank)
+    members = [sample for plan in every_rank for batch in plan for sample in batch_samples(batch, size)]
+    return batches, len(batches) * len(every_rank) * size / signal_of[members].sum()
 
 
 @run_folder.memory_of("evaluation")

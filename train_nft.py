@@ -51,11 +51,11 @@ from prompts import (
     epoch_samples,
     load_prompts,
     parse_size,
+    plan_updates,
     prompt_sizes,
     rank_batches,
     size_name,
 )
-from prompts import update_plan as plan_updates
 from qwen_image import ATTENTION_BACKENDS, COMPILE_MODES, LORA_TARGETS, predict_sized, seeded_noise
 from rewards import (
     AGGREGATIONS,
@@ -358,6 +358,16 @@ def draw_train_timesteps(
         else:
             rows.append(torch.from_numpy(1000 / (1 + np.exp(-generator.standard_normal(count)))).float())
     return torch.stack(rows)
+
+
+def stored_noise(
+    layout: str, samples: Sequence[int], seed_words: Sequence[int], shape: tuple[int, int, int]
+) -> list[Tensor]:
+    """forward_noise of some samples on the CPU, from the streams of add_noise: `shape` (T, L, C) each with the layout
+    "per_step", with "shared" the first step's (L, C)."""
+    count = shape[0] if layout == "per_step" else 1
+    noise = [[seeded_noise((NOISE_STREAM, *seed_words, s, k), shape[1:]) for k in range(count)] for s in samples]
+    return [torch.stack(rows) if layout == "per_step" else rows[0] for rows in noise]
 
 
 def forward_timesteps(
@@ -909,14 +919,8 @@ def update_policy(
         fields |= {"train_timesteps": timesteps, "sample_index": samples, "noise_words": words}
         fields["reward_prob"] = probabilities[samples][:, None].expand_as(timesteps)
         if args.forward_noise != "on_demand" and "forward_noise" not in fields:
-            shape, count = (
-                fields["latents_clean"][0].shape,
-                timesteps.shape[1] if args.forward_noise == "per_step" else 1,
-            )
-            noise = [[seeded_noise((NOISE_STREAM, *words, s, k), shape) for k in range(count)] for s in samples]
-            fields["forward_noise"] = [
-                torch.stack(rows) if args.forward_noise == "per_step" else rows[0] for rows in noise
-            ]
+            shape = timesteps.shape[1], *fields["latents_clean"][0].shape
+            fields["forward_noise"] = stored_noise(args.forward_noise, samples, words, shape)
         return fields
 
     per_update = len(advantages) // (size * num_updates)

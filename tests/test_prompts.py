@@ -16,8 +16,8 @@ from prompts import (
     epoch_prompt_ids,
     fill_batches,
     load_prompts,
+    plan_updates,
     rank_batches,
-    update_plan,
 )
 from reward_models import quoted_text
 
@@ -170,7 +170,7 @@ def test_ranks_share_out_all_batches_evenly(world_size):
 
 
 def plan(inner_epoch, rank, world_size, seed=0):
-    return update_plan(3, 8, rank=rank, world_size=world_size, seed_words=(seed, 3, 0, inner_epoch))
+    return plan_updates(3, 8, rank=rank, world_size=world_size, seed_words=(seed, 3, 0, inner_epoch))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

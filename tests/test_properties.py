@@ -14,7 +14,7 @@ from torch import nn
 
 import train_flowgrpo
 import train_nft
-from prompts import rank_batches, update_plan
+from prompts import plan_updates, rank_batches
 from qwen_image import SDE_TYPES
 from staging import StepFields, iterate_timesteps, nft_fields, step_input_bytes, validate_batch
 from train_nft import NOISE_LAYOUTS, Predictors
@@ -173,7 +173,9 @@ def test_an_update_is_the_same_batches_on_any_number_of_ranks(num_updates, colum
 
     def plans(ranks: int) -> list[list[list[int]]]:
         words = (seed, 3, 0, 0)
-        return [update_plan(num_updates, per_update, rank=r, world_size=ranks, seed_words=words) for r in range(ranks)]
+        return [
+            plan_updates(num_updates, per_update, rank=r, world_size=ranks, seed_words=words) for r in range(ranks)
+        ]
 
     one, many = plans(1), plans(world_size)
     for update in range(num_updates):

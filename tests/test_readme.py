@@ -38,6 +38,12 @@ def test_the_first_command_stands_within_15_lines():
     assert any("accelerate launch train_flowgrpo.py" in line for line in README.splitlines()[:15])
 
 
+def test_the_file_list_is_complete():
+    files = README.split("## Files")[1].split("## ")[0]
+    listed = {line.split()[0] for line in files.splitlines() if line.startswith("    ") and ".py " in line}
+    assert listed == {path.name for path in ROOT.glob("*.py")}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command):
     words = shlex.split(command)
