@@ -1174,7 +1174,8 @@ def main(args: argparse.Namespace) -> None:
         sharding.save_full_weights(accelerator, policy.transformer, export_config, output_dir / "transformer")
     (output_dir / "STOP").unlink(missing_ok=True)
     if stopping:
-        accelerator.print(f"stopped after {epoch + 1} of {num_epochs} epochs: --resume_from_checkpoint latest goes on")
+        way = ": --resume_from_checkpoint latest goes on" if args.checkpointing_steps else ", without a checkpoint"
+        accelerator.print(f"stopped after {epoch + 1} of {num_epochs} epochs{way}")
     grids = " and grids" if inputs.eval_prompts else ""
     accelerator.print(f"{'adapter' if args.use_lora else 'transformer'}, metrics.jsonl{grids} are in {output_dir}")
     accelerator.wait_for_everyone()

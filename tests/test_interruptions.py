@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from script_runs import SMALL, adapter_bytes, metrics_of, options_of, run, write_prompts
 
+import run_folder
 import train_flowgrpo
 import train_nft
 
@@ -75,3 +76,18 @@ def test_ctrl_c_ends_with_a_checkpoint_and_an_adapter(tmp_path, tiny_pipeline_fo
         {line["epoch"] for line in metrics_of(folder)}
     )
     assert len(adapter_bytes(folder)) > 10_000
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+@pytest.mark.parametrize(
+    ("checkpointing_steps", "text"),
+    [(0, "stopped after 1 of 2 epochs, without a checkpoint"), (50, "of 2 epochs: --resume_from_checkpoint latest")],
+)
+def test_a_stopped_run_promises_what_it_kept(
+    tmp_path, tiny_pipeline_folder, monkeypatch, capsys, script, checkpointing_steps, text
+):
+    monkeypatch.setattr(run_folder, "stop_requested", lambda output_dir, requests: True)
+    values = OWN[script] | {"checkpointing_steps": checkpointing_steps, "eval_epochs": 0}
+    folder = run(script, tmp_path / "run", tiny_pipeline_folder, **values)
+    assert text in capsys.readouterr().out
+    assert (folder / "checkpoints/epoch-00001").exists() == bool(checkpointing_steps)
