@@ -3,6 +3,7 @@
 python -m pytest tests/test_faults.py runs three moments; `-m slow` the rest.
 """
 
+import importlib
 import os
 import signal
 import subprocess
@@ -44,7 +45,7 @@ MOMENTS = {
     "checkpoint write": (("run_folder.save_file", 3, "half", "adapter_default"), 2),
     "checkpoint rename": (("os.replace", 1, "before", "epoch-00003.tmp"), 2),
     "old checkpoint half deleted": (("shutil.rmtree", 2, "half", "checkpoints/epoch-00001.tmp"), 3),
-    "evaluation": (("rollout.save_grid", 2), 1),
+    "evaluation": (("evaluation.save_grid", 2), 1),
     "export": (("qwen_image.sort_safetensors_header", 1), 4),
     "export rename": (("os.replace", 1, "before", "unfinished.safetensors"), 4),
 }
@@ -74,6 +75,12 @@ def assert_same_run(folder: Path, whole: Path) -> None:
     assert metrics_of(folder) == metrics_of(whole)
     assert adapter_bytes(folder) == adapter_bytes(whole)
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp") or "unfinished" in path.name]
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_moment_is_at_a_function_that_exists(name):
+    module, _, function = MOMENTS[name][0][0].rpartition(".")
+    assert callable(vars(importlib.import_module(module))[function])
 
 
 @pytest.mark.parametrize(("script", "name"), CASES)

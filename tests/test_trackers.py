@@ -16,6 +16,7 @@ from script_runs import SMALL, options_of, write_prompts
 from script_runs import run as run_any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import option_checks
 import rollout
 import run_folder
 import train_flowgrpo
@@ -72,7 +73,7 @@ def run_reporting(folder, model, tracker, **environment):
 
 @pytest.mark.parametrize("tracker", train_flowgrpo.TRACKERS)
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, tiny_pipeline_folder, monkeypatch, capsys, tracker):
-    monkeypatch.setattr(train_flowgrpo, "find_spec", lambda name: None)
+    monkeypatch.setattr(option_checks, "find_spec", lambda name: None)
     monkeypatch.setattr(rollout, "load_models", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     assert run_folder.run_script(lambda: run(tmp_path / "run", tiny_pipeline_folder, report_to=tracker)) == 2
     assert f"pip install {tracker}" in capsys.readouterr().err
