@@ -23,7 +23,6 @@ import train_flowgrpo
 import train_nft
 
 SCRIPTS = {"train_flowgrpo": train_flowgrpo, "train_nft": train_nft}
-REWARD = "def mean_red(images, prompts, metadata):\n    return images[:, 0].mean(dim=(1, 2))\n"
 TARGETS = (*qwen_image.LORA_TARGETS, "img_in", "proj_out")  # the last two lie outside the blocks
 COMMON = {
     "num_train_epochs": 5,
