@@ -27,20 +27,19 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model_files import ADAPTER_FILE, check_exported_adapter, check_pipeline
+from model_files import ADAPTER_FILE
 from option_checks import check_numbers, check_sampling
 from prompts import Size, load_prompts, parse_size, prompt_sizes
 from qwen_image import (
     adapters_off,
     check_pipeline_class,
     decode_latents,
-    local_pipeline_folder,
     lora_layers,
     predict_sized,
     prompt_conditions,
 )
 from rewards import check_reward_prompts, check_rewards, check_weights, to_pil
-from rollout import load_models, sample_batch, schedules, size_facts, sizes_by_tokens
+from rollout import find_whole_pipeline, load_models, sample_batch, schedules, size_facts, sizes_by_tokens
 from run_folder import make_folder, run_script, write_text
 from scorer import Scorer
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
@@ -224,13 +223,7 @@ def main(args: argparse.Namespace) -> None:
     check_reward_prompts(args.reward_funcs, prompts, "--eval_prompts")
     sizes = prompt_sizes(prompts, args.resolution, args.resolution_column)
     run_sizes = sizes_by_tokens(sizes)
-    subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
-    model_folder = local_pipeline_folder(
-        args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
-    )
-    check_pipeline(model_folder, subfolders)
-    if args.lora is not None:
-        check_exported_adapter(model_folder, Path(args.lora))
+    model_folder = find_whole_pipeline(args.pretrained_model_name_or_path, revision=args.revision, lora=args.lora)
 
     accelerator = make_accelerator()
     if accelerator.distributed_type == DistributedType.FSDP:

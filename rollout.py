@@ -483,6 +483,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def find_whole_pipeline(name_or_path: str, *, revision: str | None, lora: str | None) -> Path:
+    """A pipeline's folder, downloaded if it is not there yet; all its parts and an adapter's folder are checked."""
+    subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
+    folder = local_pipeline_folder(name_or_path, revision=revision, subfolders=subfolders)
+    check_pipeline(folder, subfolders)
+    if lora is not None:
+        check_exported_adapter(folder, Path(lora))
+    return folder
+
+
 class Inputs(NamedTuple):
     """All that a rollout starts from but models, checked."""
 
@@ -525,13 +535,7 @@ def check_rollout(args: argparse.Namespace, world_size: int) -> Inputs:
         images_per_prompt=args.num_images_per_prompt,
         batch_size=args.train_batch_size,
     )
-    subfolders = ("scheduler", "transformer", "text_encoder", "tokenizer", "vae")
-    model_folder = local_pipeline_folder(
-        args.pretrained_model_name_or_path, revision=args.revision, subfolders=subfolders
-    )
-    check_pipeline(model_folder, subfolders)
-    if args.lora is not None:
-        check_exported_adapter(model_folder, Path(args.lora))
+    model_folder = find_whole_pipeline(args.pretrained_model_name_or_path, revision=args.revision, lora=args.lora)
     return Inputs(model_folder, prompts, rewards, sizes, run_sizes, batches_per_update)
 
 

@@ -39,9 +39,7 @@ def run_everywhere(
         try:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.read_text()}
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 keeps the store itself
-            torch.set_num_threads(
-                1
-            )  # remakes the pool, which two autograd threads would both find missing after a fork
+            torch.set_num_threads(1)  # makes the pool anew, which two autograd threads would find missing after a fork
             os.environ["FORK_LAUNCHED"] = "1"  # accelerate's end_training() leaves the process group to the next case
             if torch.cuda._is_in_bad_fork():  # something used a GPU while it was imported
                 os.execv(sys.executable, [sys.executable, *arguments])
