@@ -27,7 +27,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model_files import ADAPTER_FILE
 from option_checks import check_numbers, check_sampling
 from prompts import Size, load_prompts, parse_size, prompt_sizes
 from qwen_image import (
@@ -243,10 +242,8 @@ def main(args: argparse.Namespace) -> None:
             eval_texts={},
             negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
             max_sequence_length=args.max_sequence_length,
+            lora=args.lora,
         )
-        if args.lora is not None:
-            options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
-            transformer.load_lora_adapter(args.lora, **options)
         layers = lora_layers(transformer)
         facts = size_facts(sampling.scheduler, args.eval_num_inference_steps, list(run_sizes.values()))
         predict = partial(

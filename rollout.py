@@ -339,10 +339,11 @@ def load_models(
     eval_texts: Mapping[int, str],
     negative_prompt: str | None,
     max_sequence_length: int,
+    lora: str | None = None,
 ) -> tuple[QwenImageTransformer2DModel, Sampling]:
     """Load the pipeline, encode each prompt once into this rank's tables, and drop the text encoder.
 
-    Without texts neither text encoder nor VAE is loaded.
+    Without texts neither text encoder nor VAE is loaded. lora: folder of an adapter that the transformer gets.
     """
     leave_out = () if texts else ("text_encoder", "tokenizer", "vae")
     pipeline = load_pipeline(model_folder, dtype=dtype, leave_out=leave_out)
@@ -358,6 +359,9 @@ def load_models(
         if eval_texts:
             eval_embeddings = encode(output_dir / f"eval_prompt_embeds-{rank:05d}.arrow", texts=eval_texts)
         pipeline.text_encoder = None
+    if lora is not None:
+        options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
+        pipeline.transformer.load_lora_adapter(lora, **options)
     negative = embeddings.pop(NEGATIVE_PROMPT_ID, None)
     return pipeline.transformer, Sampling(pipeline.vae, pipeline.scheduler, embeddings, eval_embeddings, negative)
 
@@ -572,10 +576,8 @@ def main(args: argparse.Namespace) -> None:
             eval_texts={},
             negative_prompt=args.negative_prompt if args.true_cfg_scale > 1 else None,
             max_sequence_length=args.max_sequence_length,
+            lora=args.lora,
         )
-        if args.lora is not None:
-            options = {"prefix": "transformer", "weight_name": ADAPTER_FILE, "use_safetensors": True}
-            transformer.load_lora_adapter(args.lora, **options)
         facts = size_facts(sampling.scheduler, args.num_inference_steps, list(run_sizes.values()))
         predict = partial(
             predict_sized,

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ import sharding
 import train_flowgrpo
 import train_nft
 from rollout import sample_batch
+from run_folder import git_commit, write_text
 from staging import FLOWGRPO_FIELDS, nft_fields, step_input_bytes
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 32, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)}
@@ -330,9 +330,7 @@ def merge(folder: Path, output: Path) -> None:
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not files:
         raise SystemExit(f"{folder} holds no result: run the benchmark first")
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    output.write_text(json.dumps({"commit": commit, "configurations": files}, indent=1) + "\n")
+    write_text(output, json.dumps({"commit": git_commit(), "configurations": files}, indent=1))
     print("| | s per image | s per sample-timestep | images/GPU/s | model, hardware | peak GiB |")
     print("|---|---|---|---|---|---|")
     for file in files:
@@ -399,7 +397,7 @@ def main() -> None:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         words = [options.algorithm, launched.replace(" ", "_"), "memory" if options.memory else "speed"]
         words += map(str, [*options.resolutions, *options.batch_sizes])
-        (options.output_dir / f"{'-'.join(words)}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_text(options.output_dir / f"{'-'.join(words)}.json", json.dumps(facts, indent=1))
     assert all(math.isfinite(row["update_s"]) for row in rows if not row.get("out_of_memory"))
     accelerator.wait_for_everyone()
     accelerator.end_training()

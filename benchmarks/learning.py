@@ -11,6 +11,7 @@ rollouts and updates.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,7 @@ def run_job(job: Job, runs_dir: Path) -> None:
     staging = [] if "--no-staging" in job.options else ["--enable_timestep_staging"]
     command = [sys.executable, str(ROOT / f"train_{job.algorithm}.py"), *staging, *options, "--seed", str(job.seed)]
     command += ["--checkpointing_steps", "0", "--output_dir", str(folder)]
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
     print(" ".join(command[1:]), flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     log = folder.with_suffix(".log")

@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_flowgrpo
 import train_nft
 from qwen_image import add_lora, add_old_adapter, get_sigmas, lora_layers, parameter_census, predict_velocity
+from run_folder import git_commit, write_text
 from sharding import compute_dtype, make_accelerator, prepare_policy, reshard
 from staging import FLOWGRPO_FIELDS, nft_fields
 
@@ -382,14 +382,6 @@ def case_file(folder: Path, case: Case, kind: str) -> Path:
     return folder / f"{'-'.join(map(str, case))}-{kind}.json"
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write under another name and rename: a file that has its name is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
 def show(case: Case, kind: str, arms: Mapping[str, Mapping[str, float]]) -> str:
     """One case as a line."""
     cells = []
@@ -409,9 +401,7 @@ def merge(folder: Path, output: Path) -> None:
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not rows:
         raise SystemExit(f"{folder} holds no measured case: run the grid first")
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    write_json(output, {"commit": commit, "cases": rows})
+    write_text(output, json.dumps({"commit": git_commit(), "cases": rows}, indent=1))
     print("| | T | M | A | A+B | A+B, prefetch 1 | start |\n|---|---|---|---|---|---|---|")
     for row in sorted((r for r in rows if r["pass"] == "memory"), key=lambda r: [str(r[k]) for k in Case._fields[:5]]):
         peaks = [f"{row['arms'][arm]['peak_mib']:.2f}" for arm in ARMS] + [f"{row['arms']['A']['start_mib']:.2f}"]
@@ -471,7 +461,8 @@ def main() -> None:
         facts = case._asdict() | {"pass": kind, "arms": arms, "torch": torch.__version__}
         facts["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         if accelerator.is_main_process:
-            write_json(path, facts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(facts, indent=1))
         accelerator.print(show(case, kind, arms), flush=True)
         starts = {round(figures.get("start_mib", 0.0), 2) for figures in arms.values()}
         unequal += [(case, starts)] if len(starts) > 1 else []
