@@ -316,10 +316,16 @@ def compile_blocks(
 ) -> None:
     """Compile each block's forward in place, before it is sharded; parameters keep their names.
 
-    The hooks of FSDP2 and the recomputation of a block stay outside. All blocks share graphs: three (the first block,
-    those between and the last differ) for each of training, no_grad, the old adapter and no adapter, and without
-    `dynamic` for each shape.
+    The hooks of FSDP2 and the recomputation of a block stay outside. All blocks share graphs: two (the last block
+    differs) for each of training, no_grad, the old adapter and no adapter, and without `dynamic` for each shape. The
+    first block would need its own, since its inputs are views without gradient: they are made like those of the others.
     """
+
+    def like_a_block(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+        return outputs.clone().requires_grad_(torch.is_grad_enabled())
+
+    for embedder in (transformer.img_in, transformer.txt_in):
+        embedder.register_forward_hook(like_a_block)
     torch._dynamo.config.recompile_limit = 256  # beyond it a block would silently run uncompiled
     torch._dynamo.config.accumulated_recompile_limit = 1024
     for block in transformer.transformer_blocks:

@@ -53,6 +53,7 @@ class Arm(NamedTuple):
     checkpointed_blocks: int | None = None
     timesteps_per_forward: int = 1
     staged: bool = True
+    prefetch: int = 0
     kept: bool = False  # every timestep's outputs
     attention: str = "native"
     ref_kl_coef: float = 0.0
@@ -65,8 +66,9 @@ FLOWGRPO_ARMS = [
     Arm("compiled, CFG in two passes", cfg_batched=False),
     Arm("compiled, CFG in one batch"),
     Arm("and 40 of 60 blocks recomputed", checkpointed_blocks=40),
-    Arm("and cuDNN attention", checkpointed_blocks=40, attention="_native_cudnn"),
+    Arm("and cuDNN attention", attention="_native_cudnn"),
     Arm("and two timesteps a forward", timesteps_per_forward=2),
+    Arm("and four timesteps a forward", timesteps_per_forward=4),
 ]
 NFT_ARMS = [
     Arm("eager, reference", compiled=False, ref_kl_coef=1e-4),
@@ -74,12 +76,15 @@ NFT_ARMS = [
     Arm("compiled, no reference"),
     Arm("compiled, no reference, old is current", old_is_current=True),
     Arm("and 40 of 60 blocks recomputed", old_is_current=True, checkpointed_blocks=40),
+    Arm("and two timesteps a forward", old_is_current=True, timesteps_per_forward=2),
 ]
+STAGING_ARMS = [Arm("not staged", staged=False), Arm("staged"), Arm("staged, prefetch 1", prefetch=1)]
 MEMORY_ARMS = [
     Arm(f"{'staged' if staged else 'not staged'}, outputs {'kept' if kept else 'released'}", staged=staged, kept=kept)
     for staged in (True, False)
     for kept in (False, True)
 ]
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 
 
 class Bench(NamedTuple):
@@ -111,6 +116,10 @@ def build(accelerator: Accelerator, options: argparse.Namespace) -> Bench:
     qwen_image.add_lora(transformer, rank=64, lora_alpha=128, target_modules=qwen_image.LORA_TARGETS)
     if options.algorithm == "nft":
         qwen_image.add_old_adapter(transformer)
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            if ".lora_B." in name:  # zeros would leave lora_A without gradient
+                parameter.normal_(std=1e-3)
     qwen_image.checkpoint_blocks(transformer)
     blocks = list(transformer.transformer_blocks)
     qwen_image.compile_blocks(
@@ -120,7 +129,7 @@ def build(accelerator: Accelerator, options: argparse.Namespace) -> Bench:
     text_width = transformer.config.joint_attention_dim
     cuda = accelerator.device.type == "cuda"
     parameters = [p for p in transformer.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4, fused=cuda)
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=cuda)  # Adam's full work, and every arm's weights alike
     prepared = sharding.prepare_policy(accelerator, transformer, optimizer)
     accelerator.print(qwen_image.parameter_census(prepared[0]))
     layers = qwen_image.lora_layers(prepared[0])
@@ -139,9 +148,10 @@ def set_arm(bench: Bench, arm: Arm) -> None:
     model.set_attention_backend(arm.attention)
 
 
-def run_arm(bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timesteps: int) -> dict[str, float]:
-    """One rollout of a batch and one update on it: seconds and peaks, the slower and larger rank's."""
-    set_arm(bench, arm)
+def prepare_arm(
+    bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timesteps: int
+) -> tuple[Callable[[], dict[str, Any]], Callable[[Mapping[str, Any]], dict[str, float]]]:
+    """An arm's rollout of a batch, and its update on a batch, which returns the script's metrics."""
     accelerator, device, nft = bench.accelerator, bench.accelerator.device, bench.options.algorithm == "nft"
     size, dtype = {"height": resolution, "width": resolution}, sharding.compute_dtype(bench.accelerator)
     scale = 1.0 if nft else 4.0
@@ -159,7 +169,7 @@ def run_arm(bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timeste
     sigmas = qwen_image.get_sigmas(scheduler, num_steps, **size)
     samples, flags = range(batch_size), ["--log_ratio_limit", "inf", "--divergence_limit", "inf"]
     flags = flags[2:] if nft else flags
-    flags += ["--enable_timestep_staging"] if arm.staged else []
+    flags += ["--enable_timestep_staging", "--staging_prefetch", str(arm.prefetch)] if arm.staged else []
     flags += ["--return_model_output"] if arm.kept else []
     flags += ["--timesteps_per_forward", str(arm.timesteps_per_forward)]
     window = (0, 0) if nft else (1, 1 + timesteps) if timesteps < NUM_STEPS else (0, timesteps)
@@ -180,23 +190,72 @@ def run_arm(bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timeste
         batch |= {"train_timesteps": trained, "sample_index": list(samples), "noise_words": (0, 0, 0)}
         return batch | {"reward_prob": torch.rand(batch_size, timesteps, generator=generator)}
 
-    def update(batch: dict[str, Any]) -> None:
+    def update(batch: Mapping[str, Any]) -> dict[str, float]:
         common = (accelerator, bench.transformer)
         trained = (bench.optimizer, bench.trainable, [batch])
         if nft:
             args = train_nft.parse_args([*flags, "--ref_kl_coef", str(arm.ref_kl_coef)])
-            train_nft.train_batch(args, *common, policies, *trained, old_is_current=arm.old_is_current)
-        else:
-            args = train_flowgrpo.parse_args([*flags, "--noise_level", "1.2"])
-            train_flowgrpo.train_batch(args, *common, predict, *trained)
+            return train_nft.train_batch(args, *common, policies, *trained, old_is_current=arm.old_is_current)[0]
+        args = train_flowgrpo.parse_args([*flags, "--noise_level", "1.2"])
+        return train_flowgrpo.train_batch(args, *common, predict, *trained)[0]
 
+    return rollout, update
+
+
+def run_arm(
+    bench: Bench, arm: Arm, shared: dict[str, Any], *, resolution: int, batch_size: int, timesteps: int
+) -> dict[str, float]:
+    """One rollout and one update on it: seconds and peaks, the slower and larger rank's; FlowGRPO's ratio_max_dev.
+
+    shared: empty in the warm-up's first arm, which leaves its batch there; every later warm-up trains on it too, so
+    that its loss and gradient norm can be compared.
+    """
+    set_arm(bench, arm)
+    sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
+    rollout, update = prepare_arm(bench, arm, **sizes)
     figures: dict[str, float] = {}
-    batch = timed(accelerator, "rollout", rollout, figures)
-    timed(accelerator, "update", lambda: update(batch), figures)
-    fields = nft_fields(batch) if nft else FLOWGRPO_FIELDS
+    batch = timed(bench.accelerator, "rollout", rollout, figures)
+    metrics = timed(bench.accelerator, "update", lambda: update(batch), figures)
+    if "ratio_max_dev" in metrics:
+        figures["ratio_max_dev"] = metrics["ratio_max_dev"]
+    fields = nft_fields(batch) if bench.options.algorithm == "nft" else FLOWGRPO_FIELDS
     chunk = arm.timesteps_per_forward
     figures["step_input_mib"] = step_input_bytes(batch, fields, staged=arm.staged, chunk=chunk) / 2**20
+    if arm.name not in shared:
+        metrics = update(shared.setdefault("batch", batch))
+        shared[arm.name] = {name: metrics[name] for name in ("policy_loss", "grad_norm")}
     return figures
+
+
+def profile_arm(bench: Bench, arm: Arm, batch: Mapping[str, Any], **sizes: int) -> dict[str, float]:
+    """One profiled update: waits of the host for the device before the gradients are clipped, and the share of that
+    time in which a kernel ran."""
+    set_arm(bench, arm)
+    update, clip = prepare_arm(bench, arm, **sizes)[1], sharding.clip_gradients
+
+    def mark_and_clip(*arguments: Any) -> torch.Tensor:
+        with torch.profiler.record_function("clip"):
+            return clip(*arguments)
+
+    sharding.clip_gradients = mark_and_clip
+    torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile() as profile:
+            update(batch)
+            torch.cuda.synchronize()
+    finally:
+        sharding.clip_gradients = clip
+    events = profile.events()
+    ends = min(event.time_range.start for event in events if event.name == "clip")
+    begin = min(event.time_range.start for event in events)
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and e.name != "clip"]
+    busy, reached = 0.0, begin
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in kernels if e.time_range.start < ends):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    waits = {name: sum(e.name == name and e.time_range.start < ends for e in events) for name in WAITS}
+    bench.accelerator.print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
+    return waits | {"device_busy": busy / (max(reached, ends) - begin)}
 
 
 def timed(accelerator: Accelerator, phase: str, run: Callable[[], Any], figures: dict[str, float]) -> Any:
@@ -268,14 +327,14 @@ def measure(
     flops = count_flops(options, resolution, 1 if nft else 2)
     sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
     taken: dict[str, list[dict[str, float]]] = {}
-    warm_up, failed = {}, set()
+    warm_up, shared, failed = {}, {}, set()
     for repeat in range(options.repeats + 1):
         for arm in arms:
             if arm.name in failed:
                 continue
             started = time.perf_counter()
             try:
-                figures = run_arm(bench, arm, **sizes)
+                figures = run_arm(bench, arm, shared, **sizes)
             except torch.OutOfMemoryError as error:
                 failed.add(arm.name)
                 bench.accelerator.print(f"{arm.name}: {str(error).splitlines()[0]}")
@@ -303,6 +362,9 @@ def measure(
             "hardware_share": (model + share * flops["forward"]) / per_step / rate,
             "rollout_share": num_forward_steps(timesteps) * flops["forward"] / per_image / rate,
         }  # fmt: skip
+        row |= {f"same_batch_{name}": value for name, value in shared[arm.name].items()}
+        if options.profile:
+            row |= profile_arm(bench, arm, shared["batch"], **sizes)
         row.pop("name")
         rows.append(row)
         bench.accelerator.print(show(row), flush=True)
@@ -321,7 +383,9 @@ def show(row: Mapping[str, Any]) -> str:
         f"{row['rollout_s_per_image']:.3f} s/image, {row['update_s_per_sample_timestep']:.3f} s/sample-timestep, "
         f"{row['images_per_gpu_s']:.3f} images/GPU/s, model {row['model_share']:.0%}, hardware "
         f"{row['hardware_share']:.0%}, {row['rollout_peak_gib']:.1f} and {row['update_peak_gib']:.1f} GiB, "
-        f"inputs {row['step_input_mib']:.2f} MiB, warm-up {row['warm_up_s']:.0f} s"
+        f"inputs {row['step_input_mib']:.2f} MiB, ratio within {row.get('ratio_max_dev', 0.0):.1e}, same batch: loss "
+        f"{row['same_batch_policy_loss']:.9g}, gradient {row['same_batch_grad_norm']:.9g}, warm-up "
+        f"{row['warm_up_s']:.0f} s" + "".join(f", {row[name]} {name}" for name in WAITS if name in row)
     )
 
 
@@ -357,7 +421,11 @@ def main() -> None:
     )
     parser.add_argument("--resolutions", type=int, nargs="+", default=[512, 1024], help="pixels")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[4], help="samples of a forward")
-    parser.add_argument("--memory", action="store_true", help="the memory table's arms: staged or not, outputs kept")
+    parser.add_argument(
+        "--table", choices=("speed", "staging", "memory"), default="speed", help="which arms take turns"
+    )
+    parser.add_argument("--profile", action="store_true", help="count waits for the GPU in an update of each arm")
+    parser.add_argument("--deterministic", action="store_true", help="deterministic algorithms")
     parser.add_argument("--timesteps", type=int, nargs="+", default=[TRAINED_STEPS], help="trained timesteps")
     parser.add_argument("--arms", type=int, nargs="+", help="numbers of the arms; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions after the warm-up")
@@ -374,8 +442,12 @@ def main() -> None:
         return
     diffusers.utils.logging.set_verbosity_error()  # a warning for every switch of the attention backend
     accelerator = sharding.make_accelerator()
+    if options.profile and accelerator.device.type != "cuda":
+        raise SystemExit(f"--profile counts waits for a GPU, but this run is on {accelerator.device}: leave it out")
+    torch.use_deterministic_algorithms(options.deterministic)
     bench = build(accelerator, options)
-    arms = MEMORY_ARMS if options.memory else FLOWGRPO_ARMS if options.algorithm == "flowgrpo" else NFT_ARMS
+    speed = FLOWGRPO_ARMS if options.algorithm == "flowgrpo" else NFT_ARMS
+    arms = {"speed": speed, "staging": STAGING_ARMS, "memory": MEMORY_ARMS}[options.table]
     arms = arms if options.arms is None else [arms[number] for number in options.arms]
     rate = matmul_tflops(accelerator.device)
     accelerator.print(f"bf16 product {rate:.3g} TFLOP/s", flush=True)
@@ -391,12 +463,13 @@ def main() -> None:
     facts = {
         "algorithm": options.algorithm, "launched": launched, "torch": torch.__version__, "matmul_tflops": rate,
         "device": torch.cuda.get_device_name() if cuda else "cpu", "num_layers": options.num_layers,
-        "text_tokens": options.text_tokens, "dynamic": options.dynamic, "rows": rows,
+        "text_tokens": options.text_tokens, "dynamic": options.dynamic, "deterministic": options.deterministic,
+        "rows": rows,
     }  # fmt: skip
     if accelerator.is_main_process:
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        words = [options.algorithm, launched.replace(" ", "_"), "memory" if options.memory else "speed"]
-        words += map(str, [*options.resolutions, *options.batch_sizes])
+        words = [options.algorithm, launched.replace(" ", "_"), options.table]
+        words += map(str, [*options.resolutions, *options.batch_sizes, *options.timesteps])
         write_text(options.output_dir / f"{'-'.join(words)}.json", json.dumps(facts, indent=1))
     assert all(math.isfinite(row["update_s"]) for row in rows if not row.get("out_of_memory"))
     accelerator.wait_for_everyone()
