@@ -150,8 +150,9 @@ def set_arm(bench: Bench, arm: Arm) -> None:
 
 def prepare_arm(
     bench: Bench, arm: Arm, *, resolution: int, batch_size: int, timesteps: int
-) -> tuple[Callable[[], dict[str, Any]], Callable[[Mapping[str, Any]], dict[str, float]]]:
-    """An arm's rollout of a batch, and its update on a batch, which returns the script's metrics."""
+) -> tuple[Callable[[], dict[str, Any]], Callable[[Mapping[str, Any]], tuple[dict[str, float], list]]]:
+    """An arm's rollout of a batch, and its update on a batch, which returns the script's metrics and kept outputs."""
+    set_arm(bench, arm)
     accelerator, device, nft = bench.accelerator, bench.accelerator.device, bench.options.algorithm == "nft"
     size, dtype = {"height": resolution, "width": resolution}, sharding.compute_dtype(bench.accelerator)
     scale = 1.0 if nft else 4.0
@@ -177,12 +178,15 @@ def prepare_arm(
 
     def rollout() -> dict[str, Any]:
         velocity = policies.current if arm.old_is_current or not nft else policies.old
+        if bench.options.table == "memory":  # of the update alone, for which any trajectory will do
+            velocity = zero_velocity
         with torch.no_grad():
             batch = sample_batch(
                 velocity, conditions=conditions, samples=samples, device=device, sigmas=sigmas, sde_window=window,
                 noise_level=1.2, seed_words=(0, accelerator.process_index), **size,
             )  # fmt: skip
-        qwen_image.decode_latents(bench.vae, batch["latents_clean"].to(device), **size)
+        if bench.options.table != "memory":
+            qwen_image.decode_latents(bench.vae, batch["latents_clean"].to(device), **size)
         batch |= conditions
         if not nft:
             return batch | {"advantages": torch.randn(batch_size, timesteps, generator=generator)}
@@ -190,16 +194,21 @@ def prepare_arm(
         batch |= {"train_timesteps": trained, "sample_index": list(samples), "noise_words": (0, 0, 0)}
         return batch | {"reward_prob": torch.rand(batch_size, timesteps, generator=generator)}
 
-    def update(batch: Mapping[str, Any]) -> dict[str, float]:
+    def update(batch: Mapping[str, Any]) -> tuple[dict[str, float], list]:
         common = (accelerator, bench.transformer)
         trained = (bench.optimizer, bench.trainable, [batch])
         if nft:
             args = train_nft.parse_args([*flags, "--ref_kl_coef", str(arm.ref_kl_coef)])
-            return train_nft.train_batch(args, *common, policies, *trained, old_is_current=arm.old_is_current)[0]
+            return train_nft.train_batch(args, *common, policies, *trained, old_is_current=arm.old_is_current)
         args = train_flowgrpo.parse_args([*flags, "--noise_level", "1.2"])
-        return train_flowgrpo.train_batch(args, *common, predict, *trained)[0]
+        return train_flowgrpo.train_batch(args, *common, predict, *trained)
 
     return rollout, update
+
+
+def zero_velocity(latents: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """A policy without a model."""
+    return torch.zeros_like(latents)
 
 
 def run_arm(
@@ -210,27 +219,29 @@ def run_arm(
     shared: empty in the warm-up's first arm, which leaves its batch there; every later warm-up trains on it too, so
     that its loss and gradient norm can be compared.
     """
-    set_arm(bench, arm)
     sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
     rollout, update = prepare_arm(bench, arm, **sizes)
     figures: dict[str, float] = {}
     batch = timed(bench.accelerator, "rollout", rollout, figures)
-    metrics = timed(bench.accelerator, "update", lambda: update(batch), figures)
+    metrics, _ = timed(bench.accelerator, "update", lambda: update(batch), figures)
     if "ratio_max_dev" in metrics:
         figures["ratio_max_dev"] = metrics["ratio_max_dev"]
-    fields = nft_fields(batch) if bench.options.algorithm == "nft" else FLOWGRPO_FIELDS
-    chunk = arm.timesteps_per_forward
-    figures["step_input_mib"] = step_input_bytes(batch, fields, staged=arm.staged, chunk=chunk) / 2**20
+    figures["step_input_mib"] = input_bytes(bench, arm, batch) / 2**20
     if arm.name not in shared:
-        metrics = update(shared.setdefault("batch", batch))
+        metrics, _ = update(shared.setdefault("batch", batch))
         shared[arm.name] = {name: metrics[name] for name in ("policy_loss", "grad_norm")}
     return figures
+
+
+def input_bytes(bench: Bench, arm: Arm, batch: Mapping[str, Any]) -> int:
+    """Bytes of a batch that are on the device in a step."""
+    fields = nft_fields(batch) if bench.options.algorithm == "nft" else FLOWGRPO_FIELDS
+    return step_input_bytes(batch, fields, staged=arm.staged, chunk=arm.timesteps_per_forward)
 
 
 def profile_arm(bench: Bench, arm: Arm, batch: Mapping[str, Any], **sizes: int) -> dict[str, float]:
     """One profiled update: waits of the host for the device before the gradients are clipped, and the share of that
     time in which a kernel ran."""
-    set_arm(bench, arm)
     update, clip = prepare_arm(bench, arm, **sizes)[1], sharding.clip_gradients
 
     def mark_and_clip(*arguments: Any) -> torch.Tensor:
@@ -371,6 +382,33 @@ def measure(
     return rows
 
 
+def measure_memory(bench: Bench, arms: Sequence[Arm], **sizes: int) -> list[dict[str, Any]]:
+    """A row for each arm of one update: peak, what was there before, inputs and kept outputs on the device, and the
+    anonymous memory of the process. Weights do not move, so arms need not take turns."""
+    rows = []
+    for arm in arms:
+        rollout, update = prepare_arm(bench, arm, **sizes)
+        batch, figures = rollout(), {}
+        start = torch.cuda.memory_allocated() if bench.accelerator.device.type == "cuda" else 0
+        try:
+            _, kept = timed(bench.accelerator, "update", partial(update, batch), figures)
+        except torch.OutOfMemoryError as error:
+            bench.accelerator.print(f"{arm.name}, {sizes}: {str(error).splitlines()[0]}")
+            rows.append({"arm": arm.name, **sizes, "out_of_memory": True})
+            continue
+        outputs = sum(tensor.nbytes for micro_batch in kept for tensor in micro_batch.values())
+        del kept
+        anonymous = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
+        row = {
+            "arm": arm.name, **sizes, "staged": arm.staged, "kept": arm.kept, "start_gib": start / 2**30, **figures,
+            "step_input_mib": input_bytes(bench, arm, batch) / 2**20, "kept_output_mib": outputs / 2**20,
+            "anonymous_gib": int(anonymous.split()[1]) / 2**20,
+        }  # fmt: skip
+        rows.append(row)
+        bench.accelerator.print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return rows
+
+
 def num_forward_steps(timesteps: int) -> int:
     """Denoising steps of a rollout that trains so many."""
     return max(NUM_STEPS, timesteps + 1)
@@ -451,26 +489,31 @@ def main() -> None:
     arms = arms if options.arms is None else [arms[number] for number in options.arms]
     rate = matmul_tflops(accelerator.device)
     accelerator.print(f"bf16 product {rate:.3g} TFLOP/s", flush=True)
-    rows = []
-    for resolution in options.resolutions:
-        for batch_size in options.batch_sizes:
-            for timesteps in options.timesteps:
-                sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
-                rows += measure(bench, arms, **sizes, rate=rate)
     cuda = accelerator.device.type == "cuda"
     launched = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
     launched = f"{launched} on {accelerator.num_processes}"
     facts = {
-        "algorithm": options.algorithm, "launched": launched, "torch": torch.__version__, "matmul_tflops": rate,
-        "device": torch.cuda.get_device_name() if cuda else "cpu", "num_layers": options.num_layers,
-        "text_tokens": options.text_tokens, "dynamic": options.dynamic, "deterministic": options.deterministic,
-        "rows": rows,
+        "algorithm": options.algorithm, "launched": launched, "table": options.table, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "matmul_tflops": rate,
+        "num_layers": options.num_layers, "text_tokens": options.text_tokens, "dynamic": options.dynamic,
+        "deterministic": options.deterministic,
     }  # fmt: skip
-    if accelerator.is_main_process:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
-        words = [options.algorithm, launched.replace(" ", "_"), options.table]
-        words += map(str, [*options.resolutions, *options.batch_sizes, *options.timesteps])
-        write_text(options.output_dir / f"{'-'.join(words)}.json", json.dumps(facts, indent=1))
+    words = [options.algorithm, launched.replace(" ", "_"), options.table]
+    words += map(str, [*options.resolutions, *options.batch_sizes, *options.timesteps])
+    path, rows = options.output_dir / f"{'-'.join(words)}.json", []
+    if options.table == "memory":  # compiles, and makes the optimizer state
+        measure_memory(bench, arms[:1], resolution=options.resolutions[0], batch_size=1, timesteps=1)
+    for resolution in options.resolutions:
+        for batch_size in options.batch_sizes:
+            for timesteps in options.timesteps:
+                sizes = {"resolution": resolution, "batch_size": batch_size, "timesteps": timesteps}
+                if options.table == "memory":
+                    rows += measure_memory(bench, arms, **sizes)
+                else:
+                    rows += measure(bench, arms, **sizes, rate=rate)
+                if accelerator.is_main_process:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(path, json.dumps(facts | {"rows": rows}, indent=1))
     assert all(math.isfinite(row["update_s"]) for row in rows if not row.get("out_of_memory"))
     accelerator.wait_for_everyone()
     accelerator.end_training()
