@@ -317,8 +317,8 @@ def compile_blocks(
     """Compile each block's forward in place, before it is sharded; parameters keep their names.
 
     The hooks of FSDP2 and the recomputation of a block stay outside. All blocks share graphs: two (the last block
-    differs) for each of training, no_grad, the old adapter and no adapter, and without `dynamic` for each shape. The
-    first block would need its own, since its inputs are views without gradient: they are made like those of the others.
+    differs) for each of training, no_grad, the old adapter and no adapter, and without `dynamic` for each shape.
+    The first block would need its own, since its inputs are views without gradient: they become like the others'.
     """
 
     def like_a_block(module: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:

@@ -327,6 +327,13 @@ class Sampling(NamedTuple):
     negative: Tensor | None
 
 
+def longest_prompt(sampling: Sampling, cache: TrajectoryCache | None) -> int:
+    """Text tokens of the longest prompt that this process samples, or of a cache's first row."""
+    if cache is None:
+        return max(len(embedding) for embedding in sampling.embeddings.values())
+    return load_micro_batch(cache, [0])["prompt_embeds"].shape[1]
+
+
 def load_models(
     model_folder: Path,
     *,

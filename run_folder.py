@@ -247,13 +247,14 @@ OUT_OF_MEMORY = {  # what to change where memory ran out, the cheapest first
 
 
 @contextmanager
-def memory_of(phase: str) -> Iterator[None]:
-    """Also a decorator: where the device's memory runs out, raise RuntimeError with the phase and what to change."""
+def memory_of(phase: str, planned: str = "") -> Iterator[None]:
+    """Also a decorator: where the device's memory runs out, raise RuntimeError with the phase, what was planned for it
+    and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         found = str(error).splitlines()[0]
-        raise RuntimeError(f"no memory left in the {phase}: {found} {OUT_OF_MEMORY[phase]}") from error
+        raise RuntimeError(f"no memory left in the {phase}: {found} {planned}{OUT_OF_MEMORY[phase]}") from error
 
 
 def stop_on_interrupt() -> list[int]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.optimization import SchedulerType, get_scheduler
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from tqdm.auto import tqdm
 
 import cache_checks
 import evaluation
+import memory_plan
 import model_files
 import option_checks
 import qwen_image
@@ -74,7 +75,7 @@ from staging import (
     step_input_bytes,
     validate_batch,
 )
-from trajectory_cache import TrajectoryCache, open_cache, read_rewards, write_manifest
+from trajectory_cache import TrajectoryCache, open_cache, read_rewards, table_bytes, write_manifest
 
 HERE = Path(__file__).resolve().parent
 POLICY_LOSSES = ("clip", "grpo_guard", "flow_dppo")
@@ -402,7 +403,6 @@ def train_timesteps(
     return {name: tensor.detach() for name, tensor in records.items()}, kept
 
 
-@run_folder.memory_of("update")
 def train_batch(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -629,29 +629,60 @@ def needed_fields(args: argparse.Namespace) -> list[str]:
     return [*ROLLOUT_FIELDS, *(["old_prev_sample_mean"] if args.policy_loss in NEEDS_OLD_MEAN else [])]
 
 
-def planned_bytes(args: argparse.Namespace, num_timesteps: int, num_samples: int, tokens: int) -> dict[str, int]:
-    """Bytes of a micro-batch's step inputs on the device, staged and not, and of an epoch's trajectories on disk, for
-    images of `tokens` tokens."""
+def trained_timesteps(args: argparse.Namespace) -> int:
+    """How many timesteps of each trajectory of an own rollout are trained."""
+    return args.sde_window_size or args.num_inference_steps - 1
+
+
+def planned_bytes(
+    args: argparse.Namespace, *, num_timesteps: int, num_samples: int, tokens: int, num_shards: int
+) -> dict[str, int]:
+    """Exact bytes of a micro-batch's step inputs on the device, staged and not, and of its outputs, and of an epoch's
+    trajectories on disk, for images of `tokens` tokens."""
     size = args.train_batch_size
     shapes = {"all_latents": (size, num_timesteps + 1, tokens, 64), "sigmas": (size, num_timesteps + 1)}
     shapes |= dict.fromkeys(("all_timesteps", "advantages", "old_log_probs"), (size, num_timesteps))
     if args.policy_loss in NEEDS_OLD_MEAN:
         shapes["old_prev_sample_mean"] = (size, num_timesteps, tokens, 64)
     batch = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    row = {"sample_index": 0, "prompt_id": 0, "sigma_max": torch.empty(())}
+    row |= {name: torch.empty(shapes[name][1:]) for name in needed_fields(args) if name in shapes}
     return {
         "staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, chunk=args.timesteps_per_forward),
         "not staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=False),
-        "cache": num_samples * sum(tensor[0].nbytes for name, tensor in batch.items() if name != "advantages"),
+        "outputs": size * num_timesteps * (tokens * 64 + 3) * 4,  # a mean, a log-prob and two scales, fp32
+        "cache": table_bytes(row, num_rows=num_samples, num_shards=num_shards),
     }
 
 
-def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inputs, census: str) -> None:
+def estimated_peak(
+    args: argparse.Namespace, transformer: nn.Module, planned: Mapping[str, int], num_timesteps: int, tokens: int
+) -> int:
+    """Bytes allocated at an update's peak, of LoRA that is not sharded; a sample has so many image and text tokens."""
+    rows, num_passes = args.train_batch_size * min(args.timesteps_per_forward, num_timesteps), 1
+    if args.true_cfg_scale > 1:
+        rows, num_passes = (2 * rows, 1) if args.cfg_batched else (rows, 2)
+    recomputed = transformer.config.num_layers if args.checkpointed_blocks is None else args.checkpointed_blocks
+    step_bytes = planned["staged" if args.enable_timestep_staging else "not staged"]
+    return memory_plan.estimate_peak(
+        transformer,
+        tokens=rows * tokens,
+        num_passes=num_passes,
+        recomputed_blocks=recomputed if args.gradient_checkpointing else 0,
+        compiled=args.compile_blocks,
+        step_bytes=step_bytes + planned["outputs"] * args.return_model_output,
+    )
+
+
+def print_banner(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    census: str,
+    num_timesteps: int,
+    planned: Mapping[str, int],
+) -> None:
     """What runs, in numbers, before it runs."""
-    if inputs.cache is None:
-        num_timesteps = args.sde_window_size or args.num_inference_steps - 1
-    else:
-        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), CACHED_FIELDS)
-    planned = planned_bytes(args, num_timesteps, inputs.num_samples, max(inputs.sizes))
     per_update = inputs.num_samples // (args.train_batch_size * args.num_updates_per_epoch * accelerator.num_processes)
     shown = {name: value for name, value in DEMO_DEFAULTS.items() if isinstance(value, int | float)}
     sizes = ", ".join(size_name(size) for size in inputs.sizes.values())
@@ -668,8 +699,8 @@ def print_banner(args: argparse.Namespace, accelerator: Accelerator, inputs: Inp
         f"epoch              {inputs.num_samples} samples{groups} in batches of {args.train_batch_size}; "
         f"{args.num_inner_epochs} x {args.num_updates_per_epoch} updates, each of {per_update} batches x "
         f"{num_timesteps} timesteps a process\n"
-        f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}; step inputs on the device: "
-        f"{planned['staged'] / 2**20:.2f} MiB staged, {planned['not staged'] / 2**20:.2f} MiB not staged\n"
+        f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}\n"
+        f"device             {memory_plan.describe(planned)}\n"
         f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
     )
     if inputs.cache is not None:
@@ -1029,7 +1060,16 @@ def main(args: argparse.Namespace) -> None:
         inputs.sizes,
     )
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
-    print_banner(args, accelerator, inputs, qwen_image.parameter_census(policy.transformer))
+    num_timesteps = trained_timesteps(args)
+    if inputs.cache is not None:
+        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), CACHED_FIELDS)
+    sizes = {"num_timesteps": num_timesteps, "num_samples": inputs.num_samples, "tokens": max(inputs.sizes)}
+    planned = planned_bytes(args, **sizes, num_shards=world_size)
+    if device.type == "cuda" and args.use_lora and accelerator.distributed_type != DistributedType.FSDP:
+        tokens = max(inputs.sizes) + rollout.longest_prompt(sampling, inputs.cache)
+        planned["peak"] = estimated_peak(args, transformer, planned, num_timesteps, tokens)
+    census = qwen_image.parameter_census(policy.transformer)
+    print_banner(args, accelerator, inputs, census, num_timesteps, planned)
     trained = policy.transformer, policy.optimizer, policy.lr_scheduler
     adapters = ADAPTERS if args.use_lora else ()
     global_step = saved_step = inputs.state["global_step"] if inputs.state else 0
@@ -1071,15 +1111,16 @@ def main(args: argparse.Namespace) -> None:
 
         # ----- 3. Update.
         started = time.perf_counter()
-        for update_metrics, outputs in update_policy(
-            args, accelerator, policy, cache, advantages, groups, own_batches, epoch, global_step
-        ):
-            global_step += 1
-            update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]
-            log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
-            if outputs:
-                run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
-            del outputs  # a step's outputs must not live on through the next one
+        with run_folder.memory_of("update", f"planned: {memory_plan.describe(planned)}; "):
+            for update_metrics, outputs in update_policy(
+                args, accelerator, policy, cache, advantages, groups, own_batches, epoch, global_step
+            ):
+                global_step += 1
+                update_metrics["learning_rate"] = policy.lr_scheduler.get_last_lr()[0]
+                log(epoch, {f"train/{name}": value for name, value in update_metrics.items()})
+                if outputs:
+                    run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
+                del outputs  # a step's outputs must not live on through the next one
         metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
 
         # ----- 4. Log, evaluate, tidy up, checkpoint.

@@ -100,6 +100,20 @@ def row_table(row: Mapping[str, Any]) -> pa.Table:
     return pa.table(columns)
 
 
+def table_bytes(row: Mapping[str, Any], *, num_rows: int, num_shards: int = 1) -> int:
+    """Exact bytes on disk of `num_rows` rows like `row` in `num_shards` files: some are written to count them."""
+    sizes = []
+    for count in (1, 2):  # the second row costs what every further one does
+        stream, table = pa.MockOutputStream(), row_table(row)
+        writer = ArrowWriter(features=Features.from_arrow_schema(table.schema), stream=stream)
+        for _ in range(count):
+            writer.write_table(table)
+        writer.finalize()
+        sizes.append(stream.size())
+    first, second = sizes
+    return num_shards * first + (num_rows - num_shards) * (second - first)
+
+
 def write_manifest(folder: Path, shard: int, facts: Mapping[str, Any]) -> None:
     """Finish a shard: its manifest is written last, so a shard without one is known to be unfinished."""
     manifest = dict(facts) | {"schema_version": SCHEMA_VERSION, "shard": shard, "files": {}}

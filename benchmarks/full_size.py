@@ -433,22 +433,37 @@ def merge(folder: Path, output: Path) -> None:
     if not files:
         raise SystemExit(f"{folder} holds no result: run the benchmark first")
     write_text(output, json.dumps({"commit": git_commit(), "configurations": files}, indent=1))
-    print("| | s per image | s per sample-timestep | images/GPU/s | model, hardware | peak GiB |")
-    print("|---|---|---|---|---|---|")
+    print("| | s per image | s per sample-timestep | faster | images/GPU/s | model, hardware | peak GiB |")
+    print("|---|---|---|---|---|---|---|")
     for file in files:
-        for row in file["rows"]:
+        rows = [row for row in file["rows"] if "update_s_per_sample_timestep" in row]
+        first = {}  # arm of each size, which the others are compared with
+        for row in rows:
+            first.setdefault((row["resolution"], row["batch_size"], row["timesteps"]), row)
+        for row in rows:
             name = (
                 f"{file['algorithm']}, {file['launched']}, {row['resolution']} px x {row['batch_size']}, {row['arm']}"
             )
-            if row.get("out_of_memory"):
-                print(f"| {name} | out of memory | | | | |")
-                continue
+            start = first[row["resolution"], row["batch_size"], row["timesteps"]]
+            ratio = start["update_s_per_sample_timestep"] / row["update_s_per_sample_timestep"]
             shares = f"{row['model_share']:.0%}, {row['hardware_share']:.0%}"
             peak = max(row["rollout_peak_gib"], row["update_peak_gib"])
             print(
-                f"| {name} | {row['rollout_s_per_image']:.3f} | {row['update_s_per_sample_timestep']:.3f} "
-                f"| {row['images_per_gpu_s']:.3f} | {shares} | {peak:.1f} |"
+                f"| {name} | {row['rollout_s_per_image']:.3f} | {row['update_s_per_sample_timestep']:.3f} | "
+                f"{ratio:.2f} | {row['images_per_gpu_s']:.3f} | {shares} | {peak:.1f} |"
             )
+    print("\n| | T | batch | inputs MiB | kept outputs MiB | peak GiB | process GiB |\n|---|---|---|---|---|---|---|")
+    memory = [(file, row) for file in files for row in file["rows"] if "start_gib" in row]
+    for file, row in sorted(memory, key=lambda pair: [pair[1][k] for k in ("timesteps", "batch_size", "arm")]):
+        name = f"{file['algorithm']}, {file['launched']}, {row['resolution']} px, {row['arm']}"
+        print(
+            f"| {name} | {row['timesteps']} | {row['batch_size']} | {row['step_input_mib']:.2f} "
+            f"| {row['kept_output_mib']:.2f} | {row['update_peak_gib']:.2f} | {row['anonymous_gib']:.2f} |"
+        )
+    for file in files:
+        for row in file["rows"]:
+            if row.get("out_of_memory"):
+                print(f"out of memory: {file['algorithm']}, {file['launched']}, {row}")
 
 
 def main() -> None:
@@ -491,7 +506,7 @@ def main() -> None:
     accelerator.print(f"bf16 product {rate:.3g} TFLOP/s", flush=True)
     cuda = accelerator.device.type == "cuda"
     launched = "fsdp2" if accelerator.is_fsdp2 else accelerator.distributed_type.value.lower()
-    launched = f"{launched} on {accelerator.num_processes}"
+    launched = f"{launched} on {accelerator.num_processes}" if accelerator.num_processes > 1 else "one GPU"
     facts = {
         "algorithm": options.algorithm, "launched": launched, "table": options.table, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu", "matmul_tflops": rate,

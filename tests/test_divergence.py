@@ -187,3 +187,4 @@ def test_out_of_memory_names_the_phase_and_what_to_change(
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"no memory left in the {phase}: CUDA out of memory. Tried to allocate 2 GiB. " in line
     assert "--train_batch_size" in line
+    assert ("planned: step inputs 0." in line) == (phase == "update")

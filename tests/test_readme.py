@@ -85,8 +85,8 @@ def test_no_flag_means_no_staging(tmp_path):
         command = [sys.executable, "train_flowgrpo.py", *options, *flags, "--output_dir", str(tmp_path / str(number))]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         banners.append(next(line for line in result.stdout.splitlines() if line.startswith("timestep staging")))
-    assert banners[0].split()[2] == "off;"
-    assert banners[1].split()[2] == "on;"
+    assert banners[0].split()[2] == "off"
+    assert banners[1].split()[2] == "on"
 
 
 def test_the_recipe_of_another_loss():
@@ -122,3 +122,32 @@ def test_the_memory_table_is_that_of_the_results():
         (case,) = (case for case in cases if wanted.items() <= case.items())
         shown = [cell.strip(" *") for cell in cells.split("|")]
         assert shown == [f"{case['arms'][arm]['peak_mib']:.2f}" for arm in ("M", "A", "AB", "AB1")]
+
+
+def test_the_full_size_tables_are_those_of_the_results():
+    """Every number of the README's speeds and peaks stands in benchmarks/results/full_size.json."""
+    files = json.loads((ROOT / "benchmarks/results/full_size.json").read_text())["configurations"]
+    rows = [row for file in files for row in file["rows"]]
+    speeds = re.findall(r"^\| (\d+) px, batch (\d+): (.+?) \|(.+)\|$", README, flags=re.MULTILINE)
+    assert len(speeds) >= 10
+    for resolution, batch_size, arm, cells in speeds:
+        shown = [cell.strip().replace(" %", "%") for cell in cells.split("|")]
+        del shown[2]  # the ratio to the first arm of its run
+        wanted = {"resolution": int(resolution), "batch_size": int(batch_size), "arm": arm}
+        assert shown in [
+            [
+                f"{row['rollout_s_per_image']:.3f}",
+                f"{row['update_s_per_sample_timestep']:.3f}",
+                f"{row['images_per_gpu_s']:.3f}",
+                f"{row['model_share']:.0%}, {row['hardware_share']:.0%}",
+                f"{max(row['rollout_peak_gib'], row['update_peak_gib']):.1f}",
+            ]
+            for row in rows
+            if wanted.items() <= row.items() and "rollout_s_per_image" in row
+        ], (arm, shown)
+    peaks = re.findall(r"^\| T = (\d+), batch (\d+) \| (.+) \| (.+) \|", README, flags=re.MULTILINE)
+    assert peaks
+    for timesteps, batch_size, kept, released in peaks:
+        for staged, keeps, shown in ((False, True, kept), (True, False, released.split(" | ")[0])):
+            wanted = {"timesteps": int(timesteps), "batch_size": int(batch_size), "staged": staged, "kept": keeps}
+            assert shown in [f"{row['update_peak_gib']:.2f}" for row in rows if wanted.items() <= row.items()]

@@ -14,7 +14,7 @@ import train_nft
 OWN_FUNCTIONS = {
     "parse_args", "check_args", "forward_timesteps", "forward_only", "train_timesteps", "train_batch",
     "update_metrics", "checkpoint_identity", "cache_facts", "planned_bytes", "print_banner",
-    "make_policy", "roll_out", "update_policy", "evaluate", "main",
+    "make_policy", "roll_out", "update_policy", "evaluate", "main", "trained_timesteps",
 }  # fmt: skip
 OWN_DEFAULTS = {"output_dir", "true_cfg_scale", "num_prompts_per_epoch"}  # the published recipes differ
 OWN_HELP = {"output_dir", "pretrained_model_name_or_path"}  # rollout.py has no demo, and writes a cache

@@ -1,0 +1,87 @@
+"""What a run will need, without running it: bytes that are exact and an estimate of the peak on a device.
+
+    python benchmarks/plan.py train_flowgrpo.py --pretrained_model_name_or_path Qwen/Qwen-Image --prompts x.txt
+    python benchmarks/plan.py --text_tokens 200 train_nft.py --resolution 1024 --train_batch_size 1 ...
+
+After the script's name come its own options, of which the sizes matter; nothing is loaded and no file need exist.
+Where the model is no local folder, it is taken to be as large as Qwen-Image. The peak is that of LoRA on one device or
+under DDP, without what else lies on the device.
+"""
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import qwen_image
+import train_flowgrpo
+import train_nft
+from model_files import read_json
+
+SCRIPTS = {"train_flowgrpo.py": train_flowgrpo, "train_nft.py": train_nft}
+
+
+def meta_transformer(script: ModuleType, args: argparse.Namespace) -> QwenImageTransformer2DModel:
+    """The script's model with its adapters, without memory."""
+    folder = Path(args.pretrained_model_name_or_path or script.HERE / "assets/demo_pipeline")
+    config = read_json(folder / "transformer/config.json") if folder.is_dir() else {}
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel.from_config(config)
+    transformer = transformer.bfloat16().requires_grad_(False)
+    dtype = getattr(torch, args.lora_dtype)
+    qwen_image.add_lora(
+        transformer, rank=args.rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules, dtype=dtype
+    )
+    if script is train_nft:
+        with torch.device("meta"):
+            qwen_image.add_old_adapter(transformer, dtype=dtype)
+    return transformer
+
+
+def plan(script: ModuleType, args: argparse.Namespace, *, text_tokens: int, num_processes: int) -> dict[str, int]:
+    """Bytes by name: the script's planned ones, and the peaks with staging on and off, outputs released and kept."""
+    num_timesteps = script.trained_timesteps(args)
+    tokens = max(height * width // 256 for height, width in args.resolution)
+    num_samples = args.num_prompts_per_epoch * args.num_images_per_prompt
+    sizes = {"num_timesteps": num_timesteps, "num_samples": num_samples, "tokens": tokens}
+    planned = script.planned_bytes(args, **sizes, num_shards=num_processes)
+    if not args.use_lora:
+        return planned
+    transformer, found = meta_transformer(script, args), dict(planned)
+    for staged in (True, False):
+        for kept in (False, True):
+            arm = copy.copy(args)
+            arm.enable_timestep_staging, arm.return_model_output = staged, kept
+            name = f"peak, {'' if staged else 'not '}staged, outputs {'kept' if kept else 'released'}"
+            found[name] = script.estimated_peak(arm, transformer, planned, num_timesteps, tokens + text_tokens)
+    return found
+
+
+def main() -> None:
+    """Print the plan."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--text_tokens", type=int, default=64, help="length of the longest prompt")
+    parser.add_argument("--num_processes", type=int, default=1, help="ranks, each with its own part of the cache")
+    parser.add_argument("script", choices=SCRIPTS, help="followed by its own options")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the script")
+    options = parser.parse_args()
+    script = SCRIPTS[options.script]
+    args = script.parse_args(options.options)
+    for name, size in plan(script, args, text_tokens=options.text_tokens, num_processes=options.num_processes).items():
+        label = {
+            "staged": "step inputs, staged",
+            "not staged": "step inputs, not staged",
+            "outputs": "outputs of a batch, if kept",
+            "cache": "trajectories of an epoch on disk",
+        }.get(name, name)
+        print(f"{label:36}{size:>20,} bytes{size / 2**30:>12.3f} GiB")
+
+
+if __name__ == "__main__":
+    main()
