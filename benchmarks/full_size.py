@@ -350,6 +350,8 @@ def measure(
                 failed.add(arm.name)
                 bench.accelerator.print(f"{arm.name}: {str(error).splitlines()[0]}")
                 continue
+            seconds = {name: round(figures[name], 2) for name in ("rollout_s", "update_s")}
+            bench.accelerator.print(f"{arm.name}, {'warm-up' if repeat == 0 else repeat}: {seconds}", flush=True)
             if repeat == 0:
                 warm_up[arm.name] = time.perf_counter() - started
             else:
