@@ -138,7 +138,7 @@ def collect(jobs: Sequence[Job], runs_dir: Path) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the tables in Markdown and draw learning.png beside the results."""
+    """Print the tables in Markdown and draw learning.png."""
     print("| | accuracy before | after | best | held-out before | after | s |\n|---|---|---|---|---|---|---|")
     for row in rows:
         if row["kind"] == "long":
@@ -177,6 +177,24 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def draw_grids(runs_dir: Path, path: Path) -> None:
+    """The last grid of the long runs of seed 0, base model left, trained one right, in one figure."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    names = {"flowgrpo": "FlowGRPO", "nft": "DiffusionNFT"}
+    jobs = [job for job in planned_jobs(("long",)) if job.seed == 0]
+    grids = [sorted(job.folder(runs_dir).glob("grids/*.png")) for job in jobs]
+    if not all(grids):
+        return
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    for axes, job, paths in zip(figure.subplots(1, len(jobs)), jobs, grids, strict=True):
+        axes.imshow(Image.open(paths[-1]))
+        axes.set_title(f"{names[job.algorithm]}: before, after {int(paths[-1].stem.split('-')[1])} epochs", fontsize=9)
+        axes.axis("off")
+    figure.savefig(path, dpi=90)
+
+
 def main() -> None:
     """Run what is missing, write the results, show them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -197,6 +215,7 @@ def main() -> None:
             with ThreadPoolExecutor(options.jobs) as pool:
                 list(pool.map(lambda job: run_job(job, options.runs_dir), jobs))
         rows = collect(planned_jobs(("long", "choice")), options.runs_dir)
+        draw_grids(options.runs_dir, RESULTS / "learning_grids.png")
         options.results.write_text(json.dumps({"hardware": "one CPU core a run", "runs": rows}, indent=1) + "\n")
     show(json.loads(options.results.read_text())["runs"])
 

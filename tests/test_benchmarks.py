@@ -8,6 +8,7 @@ import full_size
 import learning
 import pytest
 import staging_grid
+from PIL import Image
 from script_runs import launch
 
 import train_flowgrpo
@@ -99,6 +100,22 @@ def test_learning_curves_are_drawn_from_their_results(tmp_path, monkeypatch, cap
     learning.main()
     assert "| nft, 2 epochs, seed 0 | 50.0 % | 75.0 % | 75.0 % | 1.900 | 2.000 | 10 |" in capsys.readouterr().out
     assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+
+def test_the_grids_of_the_long_runs_are_one_picture(tmp_path):
+    """Drawn from the last grid of each; not before all have one."""
+    jobs = [job for job in learning.planned_jobs(("long",)) if job.seed == 0]
+    for job in jobs:
+        assert not (tmp_path / "grids.png").exists()
+        learning.draw_grids(tmp_path, tmp_path / "grids.png")
+        folder = job.folder(tmp_path) / "grids"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (536, 264), "red").save(folder / "epoch-00002.png")
+        Image.new("RGB", (536, 264), "blue").save(folder / "epoch-00010.png")
+    learning.draw_grids(tmp_path, tmp_path / "grids.png")
+    colours = {colour for _, colour in Image.open(tmp_path / "grids.png").convert("RGB").getcolors(1 << 20)}
+    assert (0, 0, 255) in colours
+    assert (255, 0, 0) not in colours
 
 
 def test_every_learning_run_has_options_of_its_script():
