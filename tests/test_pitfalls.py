@@ -28,14 +28,14 @@ PITFALLS = {
         "test_bad_input::test_bad_input_is_one_line_before_a_model_is_loaded",  # latents in bf16 are refused
     ],
     "log-prob is a mean, not a sum": [
-        "test_qwen_image::test_log_prob_is_a_mean_over_elements",
-        "test_qwen_image::test_sde_step_golden",
+        "test_sde_step::test_log_prob_is_a_mean_over_elements",
+        "test_sde_step::test_sde_step_golden",
         "test_train_flowgrpo::test_a_clip_range_from_language_models_is_warned_about",
     ],
     "step std at the ends": [
-        "test_qwen_image::test_std_at_the_first_step",
-        "test_qwen_image::test_the_last_step_is_finite",
-        "test_train_flowgrpo::test_refusals_are_one_line_before_a_model_is_loaded",  # noise level 0
+        "test_sde_step::test_std_at_the_first_step",
+        "test_sde_step::test_the_last_step_is_finite",
+        "test_flowgrpo_refusals::test_refusals_are_one_line_before_a_model_is_loaded",  # noise level 0
     ],
     "advantage std over repeated rewards": ["test_pitfalls::test_advantages_do_not_depend_on_the_number_of_steps"],
     "group or global std": [
@@ -46,10 +46,10 @@ PITFALLS = {
         "test_divergence::test_a_rate_that_destroys_the_policy_stops_the_run",
         "test_divergence::test_a_nan_stops_the_run_by_name_and_resume_goes_on",
     ],
-    "r near 0.5": ["test_train_nft::test_reward_probability", "test_pitfalls::test_spread_of_r_is_logged"],
-    "the NFT loss, and old = new": ["test_train_nft::test_loss_golden", "test_train_nft::test_refusals"],
+    "r near 0.5": ["test_nft_loss::test_reward_probability", "test_pitfalls::test_spread_of_r_is_logged"],
+    "the NFT loss, and old = new": ["test_nft_loss::test_loss_golden", "test_train_nft::test_refusals"],
     "which timesteps train": [
-        "test_train_nft::test_train_timesteps",
+        "test_nft_loss::test_train_timesteps",
         "test_pitfalls::test_every_sample_and_step_trains_once_per_inner_epoch",
     ],
     "timestep look-up": [
@@ -57,7 +57,7 @@ PITFALLS = {
         "test_qwen_image::test_timesteps_stay_fp32_and_everything_else_is_cast",
     ],
     "FSDP2 + LoRA uses more memory": [
-        "test_qwen_image::test_every_trainable_parameter_is_an_fp32_adapter_with_a_gradient",
+        "test_lora::test_every_trainable_parameter_is_an_fp32_adapter_with_a_gradient",
         "test_pitfalls::test_the_census_is_printed",
     ],
     "FSDP1, frozen and trainable together": "prepare_policy makes FSDP1's adapters ignored modules, whole on each "
@@ -78,7 +78,7 @@ PITFALLS = {
     ],
     "disable_adapter under FSDP1": [
         "test_train_nft::test_switching_adapters_leaves_requires_grad_alone_even_after_an_error",
-        "test_qwen_image::test_with_adapters_off_it_is_the_base_model",
+        "test_lora::test_with_adapters_off_it_is_the_base_model",
         "test_ranks::test_three_epochs_are_those_of_one_process",  # with a KL to the base model
     ],
     "second adapter": [
@@ -113,8 +113,8 @@ PITFALLS = {
         "test_train_flowgrpo::test_a_second_run_in_the_same_folder_is_refused",
     ],
     "slow rows": [
-        "test_trajectory_cache::test_reading_a_step_takes_the_memory_of_that_step",
-        "test_trajectory_cache::test_warm_reads_are_at_least_half_as_fast_as_memory",
+        "test_zero_copy::test_reading_a_step_takes_the_memory_of_that_step",
+        "test_zero_copy::test_warm_reads_are_at_least_half_as_fast_as_memory",
     ],
     "ranks race": [
         "test_trajectory_cache::test_a_table_is_seen_only_when_it_is_whole",
@@ -129,7 +129,7 @@ PITFALLS = {
     ],
     "empty LoRA file": [
         "test_ranks::test_export_holds_the_gathered_tensors",
-        "test_qwen_image::test_an_empty_export_is_refused",
+        "test_lora::test_an_empty_export_is_refused",
     ],
     "save hangs": [
         "test_ranks::test_two_sharded_ranks_are_resumed_by_one",
@@ -137,7 +137,7 @@ PITFALLS = {
         "test_faults::test_a_dead_rank_ends_the_run_and_it_resumes",
     ],
     "mixed key names": [
-        "test_qwen_image::test_export_loads_into_a_pipeline",
+        "test_lora::test_export_loads_into_a_pipeline",
         "test_train_flowgrpo::test_reloaded_adapter_is_the_evaluated_policy",
     ],
     "optimizer state": [
