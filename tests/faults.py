@@ -13,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["conftest", "faults", "train_flowgrpo", "train_nft", "script_runs"])
+CONTEXT.set_forkserver_preload(
+    ["conftest", "faults", "train_flowgrpo", "train_nft", "script_runs", "forked_launch", "accelerate.commands.launch",
+     "torch.distributed.run"]
+)  # fmt: skip
 
 
 def in_child(function: Callable[..., None], *arguments, timeout: float = 300) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -77,50 +76,26 @@ def roll_out(output_dir: Path, model: Path, *options: str) -> Path:
     return output_dir
 
 
-def start(config: str, *words: str, ranks: int = 2, precision: str = "no", flags: tuple = ()) -> subprocess.Popen:
-    """A script and its options on CPU ranks under accelerate_configs/<config>.yaml; flags of `accelerate launch`."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{config}.yaml", "--mixed_precision", precision]
-    command += ["--num_processes", str(ranks), *(flags or ("--main_process_port", "0"))]
-    command += ["--num_cpu_threads_per_process", "1", "tests/run_on_cpu_ranks.py", *words]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def launch_words(config: str, *words: str, ranks: int = 2, precision: str = "no", flags: tuple = ()) -> list[str]:
+    """What follows `accelerate launch` for a script and its options on CPU ranks, under accelerate_configs/."""
+    options = ["--config_file", f"accelerate_configs/{config}.yaml", "--mixed_precision", precision]
+    options += ["--num_processes", str(ranks), *(flags or ("--main_process_port", "0"))]
+    return [*options, "--num_cpu_threads_per_process", "1", "tests/run_on_cpu_ranks.py", *words]
 
 
 def launch(config: str, *words: str, timeout: float = 300, **how) -> str:
-    """The same until its end, which must be a good one; returns what was printed."""
-    process = start(config, *words, **how)
+    """Launch them until their end, which must be a good one; returns what was printed."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch_words(config, *words, **how)]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]
     return output
-
-
-def launch_machines(config: str, *words: str, machines: int = 2, ranks: int = 4, timeout: float = 300) -> list[str]:
-    """One launch a machine, all of them this one; returns what each printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    flags = ("--main_process_ip", "127.0.0.1", "--main_process_port", port, "--num_machines", str(machines))
-    flags += ("--parallelism_config_dp_replicate_size", str(machines))
-    flags += ("--parallelism_config_dp_shard_size", str(ranks // machines))
-    processes = [
-        start(config, *words, ranks=ranks, flags=(*flags, "--machine_rank", str(machine)))
-        for machine in range(machines)
-    ]
-    outputs = []
-    try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=timeout)[0])
-            assert process.returncode == 0, outputs[-1][-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return outputs
 
 
 def metrics_of(folder: Path) -> list[dict]:

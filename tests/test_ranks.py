@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_launch import launch as launch_forked
+from forked_launch import launch_machines
 from safetensors.torch import load_file
 from script_runs import (
     SMALL,
     adapter_bytes,
     launch,
-    launch_machines,
+    launch_words,
     metrics_of,
     options_of,
     reset_accelerate,
@@ -51,11 +53,14 @@ def run_on_ranks(kind: str, script, folder: Path, model: Path, *options: str, ra
     named = {"pretrained_model_name_or_path": model, "prompts": write_prompts(folder.parent), "output_dir": folder}
     named["eval_prompts"] = named["prompts"]
     words = [script.__file__, *options_of(SMALL | OPTIONS[script] | named | values), *options]
+    logs = folder.with_name(f"{folder.name}-logs")
+    logs.mkdir(exist_ok=True)
     if kind == "fsdp2_multinode":
-        for output in launch_machines(kind, *words, ranks=ranks):
+        for output in launch_machines(logs, kind, *words, ranks=ranks):
             assert output.count(f"prepared as FSDPModule over (2, {ranks // 2}) on {ranks} ranks") == ranks // 2
     else:
-        assert launch(kind, *words, ranks=ranks).count(f"on {ranks} ranks") == ranks
+        (output,) = launch_forked(logs, launch_words(kind, *words, ranks=ranks))
+        assert output.count(f"on {ranks} ranks") == ranks
     return folder
 
 
