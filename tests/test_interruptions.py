@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults import CONTEXT, run_child
 from script_runs import SMALL, adapter_bytes, metrics_of, options_of, run, write_prompts
 
 import run_folder
@@ -36,12 +38,12 @@ def start(script, folder: Path, model: Path, **values) -> subprocess.Popen:
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, is_alive: Callable[[], bool]) -> None:
     """Until the path exists; fails if the process ends before, or after two minutes."""
     for _ in range(2400):
         if path.exists():
             return
-        assert process.poll() is None, process.stdout.read()[-2000:]
+        assert is_alive()
         time.sleep(0.05)
     raise AssertionError(f"{path} did not appear")
 
@@ -52,10 +54,12 @@ def test_killed_and_resumed_is_the_same_run(tmp_path, tiny_pipeline_folder, scri
     options = {"num_train_epochs": 4, "checkpointing_steps": 1, "reward_funcs": f"{tmp_path / 'reward.py'}:score"}
     whole = run(script, tmp_path / "whole", tiny_pipeline_folder, **OWN[script], **options)
     killed = tmp_path / "killed"
-    process = start(script, killed, tiny_pipeline_folder, **options)
-    wait_for(killed / "checkpoints/epoch-00002", process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    arguments = (script.__name__, killed, tiny_pipeline_folder, (), OWN[script] | options)
+    process = CONTEXT.Process(target=run_child, args=arguments)
+    process.start()
+    wait_for(killed / "checkpoints/epoch-00002", process.is_alive)
+    process.kill()
+    process.join()
     assert not (killed / "pytorch_lora_weights.safetensors").exists()
     run(script, killed, tiny_pipeline_folder, "--resume_from_checkpoint", "latest", **OWN[script], **options)
     assert metrics_of(killed) == metrics_of(whole)
@@ -66,7 +70,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_an_adapter(tmp_path, tiny_pipeline_fo
     options = {"num_train_epochs": 500, "checkpointing_steps": 100_000, "eval_epochs": 0}
     folder = tmp_path / "run"
     process = start(train_flowgrpo, folder, tiny_pipeline_folder, **options)
-    wait_for(folder / "metrics.jsonl", process)
+    wait_for(folder / "metrics.jsonl", lambda: process.poll() is None)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output[-2000:]

@@ -320,15 +320,16 @@ def test_damaged_manifests_are_named(tmp_path, contents, words):
     assert_refused(path, words, tmp_path)
 
 
-def test_the_command_describes_and_verifies(tmp_path):
+def test_the_command_describes_and_verifies(tmp_path, capsys):
     command = [sys.executable, str(REPOSITORY / "trajectory_cache.py"), str(write_shard(tmp_path))]
     good = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (good.returncode, good.stderr) == (0, "")
     assert re.search(r"3 trajectories, 3 prompts\n(.*\n)*all_latents +\(4, 16, 8\) float32\n", good.stdout)
     (tmp_path / TABLES[1]).unlink()
-    damaged = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (damaged.returncode, damaged.stdout) == (2, "")
-    assert re.fullmatch(rf"{re.escape(str(tmp_path / TABLES[1]))} is missing.*\n", damaged.stderr)
+    assert main(command[2:]) == 2
+    damaged = capsys.readouterr()
+    assert damaged.out == ""
+    assert re.fullmatch(rf"{re.escape(str(tmp_path / TABLES[1]))} is missing.*\n", damaged.err)
 
 
 def test_the_command_reads_every_byte(tmp_path, capsys):
