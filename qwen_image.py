@@ -332,6 +332,11 @@ def compile_blocks(
         block.forward = torch.compile(block.forward, mode=mode, dynamic=dynamic, fullgraph=fullgraph, backend=backend)
 
 
+def seconds_compiled() -> float:
+    """Seconds of this process that went into compiling so far."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
 def checkpoint_blocks(transformer: QwenImageTransformer2DModel, num_blocks: int | None = None) -> None:
     """Recompute the first `num_blocks` blocks, or all, in the backward. The first, since their turn comes when what
     the others kept is freed: the peak does not hold both."""

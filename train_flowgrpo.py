@@ -1122,6 +1122,8 @@ def main(args: argparse.Namespace) -> None:
                     run_folder.write_outputs(output_dir / "outputs", global_step, rank, outputs)
                 del outputs  # a step's outputs must not live on through the next one
         metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
+        if args.compile_blocks:
+            metrics["time/compile_s"] = qwen_image.seconds_compiled()
 
         # ----- 4. Log, evaluate, tidy up, checkpoint.
         log(epoch, metrics)

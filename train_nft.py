@@ -1169,6 +1169,8 @@ def main(args: argparse.Namespace) -> None:
                     sharding.reshard(policy.old_transformer)
                 old_is_current = metrics["train/old_policy_decay"] == 0
         metrics |= {"time/update_s": time.perf_counter() - started, **run_folder.peak_memory("update")}
+        if args.compile_blocks:
+            metrics["time/compile_s"] = qwen_image.seconds_compiled()
 
         # ----- 4. Log, evaluate, tidy up, checkpoint.
         log(epoch, metrics)

@@ -1,5 +1,6 @@
 """Compiled blocks, partly checkpointed blocks, attention backends: python -m pytest tests/test_speed.py"""
 
+import json
 from functools import partial
 
 import pytest
@@ -113,6 +114,13 @@ def test_a_compiled_run_is_the_eager_one(script, tmp_path, tiny_pipeline_folder,
     compiled = run(script, tmp_path / "compiled", tiny_pipeline_folder, *options, checkpointed_blocks=1, **values)
     assert counter.frame_count >= 2
     assert metrics_of(compiled) == metrics_of(eager)
+    seconds = [
+        line["time/compile_s"]
+        for line in map(json.loads, (compiled / "metrics.jsonl").read_text().splitlines())
+        if "time/update_s" in line
+    ]
+    assert seconds[0] > 0
+    assert "time/compile_s" not in (eager / "metrics.jsonl").read_text()
 
 
 REFUSED = {
