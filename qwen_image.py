@@ -116,9 +116,7 @@ def transformer_fingerprint(folder: str | Path) -> str:
 
 def load_pipeline(folder: Path, *, dtype: torch.dtype, leave_out: Sequence[str] = ()) -> QwenImagePipeline:
     """Load a pipeline on the CPU, frozen and in eval mode; components that are left out are None."""
-    pipeline = QwenImagePipeline.from_pretrained(
-        folder, torch_dtype=dtype, use_safetensors=True, **dict.fromkeys(leave_out)
-    )
+    pipeline = QwenImagePipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True, **dict.fromkeys(leave_out))
     for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
         if module is not None:
             module.requires_grad_(False).eval()
