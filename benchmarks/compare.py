@@ -64,11 +64,12 @@ def differing_options(runs: Sequence[Run]) -> list[str]:
 
 
 def table(runs: Sequence[Run], metrics: Sequence[str] | None) -> str:
-    """A markdown table: options that differ, epochs, steps, seconds, then the metrics, all if none are named."""
+    """A markdown table: options that differ (blank where a script has none of the name), epochs, steps, seconds, then
+    the metrics, all if none are named."""
     logged = {name for run in runs for line in run.lines for name in line} - set(AXES)
     shown = metrics or [name for group in ("eval/", "rollout/", "train/") for name in sorted(logged) if group in name]
     rows = [["", *(run.name for run in runs)], ["---"] * (len(runs) + 1)]
-    rows += [[f"--{name}", *(str(run.args.get(name)) for run in runs)] for name in differing_options(runs)]
+    rows += [[f"--{name}", *(str(run.args.get(name, "")) for run in runs)] for name in differing_options(runs)]
     for x in AXES:
         rows.append([x, *(f"{max((line[x] for line in run.lines), default=0):.6g}" for run in runs)])
     rows += [[metric, *(summary(run, metric) for run in runs)] for metric in shown]

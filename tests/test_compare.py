@@ -16,7 +16,8 @@ def write_run(folder: Path, name: str, learning_rate: float) -> Path:
     """A run folder of two epochs with two updates each."""
     run = folder / name
     run.mkdir()
-    options = {"learning_rate": learning_rate, "rank": 4, "output_dir": str(run)}
+    options = {"learning_rate": learning_rate, "rank": 4, "output_dir": str(run), "revision": None}
+    options |= {"kl_beta": 0.0} if name == "a" else {"nft_beta": None}  # as of two scripts
     (run / "args.json").write_text(json.dumps({"git_commit": None, "args": options}))
     lines = [{"epoch": 0, "step": 0, "eval/score": EVALUATIONS[name][0]}]
     for epoch in range(2):
@@ -49,6 +50,7 @@ def test_the_table_has_options_times_and_metrics(runs):
     assert rows == {
         "": list(map(str, runs)),
         "---": ["---"] * 2,
+        "--kl_beta": ["0.0", ""],
         "--learning_rate": ["0.001", "0.003"],  # rank is the same, output_dir always differs
         "epoch": ["2", "2"],
         "step": ["4", "4"],
