@@ -174,6 +174,7 @@ def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) 
     model = args["pretrained_model_name_or_path"]
     on_hub = model is not None and not Path(model).exists()
     model = Path(model or "demo_pipeline").name if not on_hub else model
+    source = model if on_hub else f"your folder {model}"
     data = ModelCardData(
         base_model=model if on_hub else None,
         library_name="diffusers",
@@ -199,7 +200,7 @@ def write_model_card(output_dir: Path, algorithm: str, args: Mapping[str, Any]) 
 ```python
 from diffusers import QwenImagePipeline
 
-pipe = QwenImagePipeline.from_pretrained("{model}")
+pipe = QwenImagePipeline.from_pretrained("{source}")
 pipe.load_lora_weights("this folder or repository")
 ```
 

@@ -110,6 +110,7 @@ def test_the_model_card_states_the_runs_facts(finished, tiny_pipeline_folder):
     evaluations = values_of(finished, "eval/jpeg_compressibility")
     assert f"| eval/jpeg_compressibility | {evaluations[0]:.4g} | {evaluations[-1]:.4g} |" in card.text
     assert '"num_inference_steps": 7' in card.text
+    assert f'from_pretrained("your folder {tiny_pipeline_folder.name}")' in card.text
     assert (json.loads((finished / "args.json").read_text())["git_commit"] or "unknown") in card.text
     assert "2 optimizer steps" in card.text
     for path in (finished.parent, tiny_pipeline_folder.parent):

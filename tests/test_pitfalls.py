@@ -253,7 +253,7 @@ def test_precision_is_the_launchers(tmp_path, tiny_pipeline_folder, monkeypatch,
         assert code == 2
         assert "mixed_precision fp16 is not supported: choose bf16 or no" in captured.err
     else:
-        assert f"precision          {precision}, " in captured.out
+        assert f"launch             mixed precision {precision}, distributed NO, 1 process(es), cpu" in captured.out
 
 
 def test_the_first_update_moves_the_policy(finished):
