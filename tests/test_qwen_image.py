@@ -3,6 +3,8 @@
 python -m pytest tests/test_qwen_image.py
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_inputs import HEIGHT, SIZE, TOKENS, WIDTH, randn, text_embeds, velocity
@@ -241,6 +243,24 @@ def test_loaded_models_are_frozen_and_in_eval_mode(tiny_pipeline_folder, dtype):
     for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder):
         assert not any(m.training for m in module.modules())
         assert {(p.dtype, p.requires_grad) for p in module.parameters()} == {(dtype, False)}
+
+
+def test_weights_stay_in_their_files_until_they_move(tiny_pipeline_folder):
+    """The ranks of a machine share one copy of what is stored in the dtype that they compute in."""
+
+    def mapped(tensor):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, last = (int(word, 16) for word in line.split()[0].split("-"))
+            if first <= tensor.data_ptr() < last:
+                return line.endswith(".safetensors")
+        raise AssertionError("a tensor outside the address space")
+
+    models = load_pipeline(tiny_pipeline_folder, dtype=torch.float32)
+    for module in (models.transformer, models.text_encoder, models.vae):
+        in_files = sum(parameter.nbytes for parameter in module.parameters() if mapped(parameter))
+        assert in_files > 0.95 * sum(parameter.nbytes for parameter in module.parameters())
+    cast = load_pipeline(tiny_pipeline_folder, dtype=torch.bfloat16)
+    assert not any(mapped(parameter) for parameter in cast.transformer.parameters())
 
 
 def test_components_can_be_left_out(tiny_pipeline_folder):
