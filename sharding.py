@@ -56,6 +56,11 @@ def make_accelerator(
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
         ],
     )
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != accelerator.num_processes:
+        raise ValueError(
+            f"the launcher started {started} processes, but this one finds {accelerator.num_processes} (device "
+            f"{accelerator.device.type}): accelerate_configs/ are for GPUs; without any, leave --config_file out"
+        )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")
     if accelerator.device.type not in ("cpu", "cuda"):

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from bad_inputs import CASES, Place, write
 from script_runs import SMALL, SMALL_ROLLOUT, options_of, reset_accelerate, roll_out, run, write_prompts
 
@@ -66,6 +67,25 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, but Python's compiled rewards."""
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where a GPU is, processes find each other")
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft, rollout])
+def test_processes_of_a_gpu_launch_do_not_run_side_by_side_on_a_cpu(tmp_path, monkeypatch, capsys, script):
+    """fsdp2.yaml on a machine without a GPU: every process would be a run of its own, in the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rollout, "load_models", None)
+    reset_accelerate()
+    demo = train_flowgrpo.HERE / "assets/demo_pipeline"
+    values = options_of({"output_dir": tmp_path / "out"})
+    if script is rollout:
+        values += ["--pretrained_model_name_or_path", str(demo), "--prompts", write_prompts(tmp_path)]
+        values += ["--reward_funcs", "jpeg_compressibility"]
+    before = files_of(tmp_path)
+    assert run_folder.run_script(lambda: script.main(script.parse_args(values))) == 2
+    assert "the launcher started 2 processes, but this one finds 1 (device cpu)" in capsys.readouterr().err
+    assert files_of(tmp_path) == before
+    reset_accelerate()
 
 
 def test_there_are_enough_cases():
