@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
@@ -53,6 +58,7 @@ def make_accelerator(
         project_dir=logging_dir and str(logging_dir),
         kwargs_handlers=[
             AutocastKwargs(enabled=autocast and not is_fsdp),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or every gradient is there twice
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
         ],
     )
