@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from diffusers.utils import make_image_grid
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -136,8 +136,8 @@ def evaluation_metrics(scores: Tensor, names: Sequence[str]) -> dict[str, float]
     return metrics
 
 
-def save_grid(images: Tensor, path: Path, *, base: Path | None = None) -> None:
-    """Images (n, 3, H, W) uint8, each in a thin frame, as one square picture, to the right of that of `base`."""
+def save_grid(images: Tensor, path: Path, *, title: str, base: Path | None = None) -> None:
+    """Images (n, 3, H, W) uint8, each in a thin frame, as one square under a title, to the right of that of `base`."""
     columns = math.ceil(len(images) ** 0.5)
     blank = torch.full_like(images[0], 255)
     tiles = (*images, *[blank] * (-len(images) % columns))
@@ -145,6 +145,9 @@ def save_grid(images: Tensor, path: Path, *, base: Path | None = None) -> None:
         ImageOps.expand(to_pil(tile / 255), border=max(1, tile.shape[-1] // 64), fill="gray") for tile in tiles
     ]
     grid = make_image_grid(pictures, rows=len(pictures) // columns, cols=columns)
+    line = max(12, grid.height // 24)
+    grid = ImageOps.expand(grid, border=(0, line, 0, 0), fill="white")
+    ImageDraw.Draw(grid).text((2, 0), title, fill="black", font=ImageFont.load_default(size=round(0.75 * line)))
     if base is not None and base.is_file():
         with Image.open(base) as before:
             gap, both = grid.width // 32, Image.new("RGB", (before.width + grid.width, grid.height), "white")
@@ -284,7 +287,8 @@ def main(args: argparse.Namespace) -> None:
             if accelerator.is_main_process:
                 base = folder / "grids/base.png"
                 path = base if model == "base" else folder / "grids/base_and_trained.png"
-                save_grid(grid, path, base=None if model == "base" else base)
+                title = "base model" if model == "base" else "with the adapter"
+                save_grid(grid, path, title=title, base=None if model == "base" else base)
     scorer.close()
     if accelerator.is_main_process:
         write_results(folder, vars(args), prompts, scores, list(rewards))

@@ -987,7 +987,8 @@ def evaluate(
     if accelerator.is_main_process:
         grids = Path(args.output_dir) / "grids"
         base = grids / "epoch-00000.png" if epoch else None
-        evaluation.save_grid(grid, grids / f"epoch-{epoch:05d}.png", base=base)
+        title = f"epoch {epoch}" if epoch else "base model"
+        evaluation.save_grid(grid, grids / f"epoch-{epoch:05d}.png", title=title, base=base)
     return evaluation.evaluation_metrics(scores, list(inputs.reward_names))
 
 

@@ -46,14 +46,17 @@ def test_batches_have_one_size_and_hold_each_prompt_once():
 
 def test_a_grid_stands_to_the_right_of_the_base_models(tmp_path):
     black, white = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.full((4, 3, 32, 32), 255, dtype=torch.uint8)
-    save_grid(black, tmp_path / "base.png")
-    save_grid(white, tmp_path / "both.png", base=tmp_path / "base.png")
-    save_grid(white, tmp_path / "alone.png", base=tmp_path / "missing.png")
+    save_grid(black, tmp_path / "base.png", title="base")
+    save_grid(white, tmp_path / "both.png", title="epoch 3", base=tmp_path / "base.png")
+    save_grid(white, tmp_path / "alone.png", title="epoch 3", base=tmp_path / "missing.png")
     base, both, alone = (Image.open(tmp_path / f"{name}.png") for name in ("base", "both", "alone"))
     assert (alone.size, both.height) == (base.size, base.height)
     assert 2 * base.width < both.width < 2.1 * base.width
     assert np.array_equal(np.array(both)[:, : base.width], np.array(base))
     assert np.array_equal(np.array(both)[:, -base.width :], np.array(alone))
+    title = np.array(alone)[: alone.height - alone.width]
+    assert (title < 128).any()  # letters, on white
+    assert (title == 255).mean() > 0.5
 
 
 def options_for(folder, model, prompts, **values):
