@@ -328,9 +328,9 @@ class Sampling(NamedTuple):
 
 
 def longest_prompt(sampling: Sampling, cache: TrajectoryCache | None) -> int:
-    """Text tokens of the longest prompt that this process samples, or of a cache's first row."""
+    """Text tokens of the longest prompt that this process has still to sample, or of a cache's first row."""
     if cache is None:
-        return max(len(embedding) for embedding in sampling.embeddings.values())
+        return max((len(embedding) for embedding in sampling.embeddings.values()), default=0)
     return load_micro_batch(cache, [0])["prompt_embeds"].shape[1]
 
 

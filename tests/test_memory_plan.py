@@ -6,12 +6,15 @@ from pathlib import Path
 
 import plan
 import pytest
-from script_runs import options_of, run, write_prompts
+import torch
+from script_runs import options_of, roll_out, run, write_prompts
 
 import qwen_image
 import train_flowgrpo
 import train_nft
 from memory_plan import estimate_peak
+from rollout import Sampling, longest_prompt
+from trajectory_cache import NEGATIVE_PROMPT_ID, open_cache, read_prompt_embeds
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"num_train_epochs": 1, "eval_epochs": 0, "checkpointing_steps": 0, "report_to": "none"}
@@ -127,6 +130,18 @@ def test_the_plan_of_a_script(monkeypatch, capsys, tmp_path):
     staged, kept = (sizes[f"peak, staged, outputs {word}"] for word in ("released", "kept"))
     assert kept - staged == sizes["outputs of a batch, if kept"]
     assert 45e9 < staged < 55e9
+
+
+def test_the_longest_prompt_counts(tmp_path, tiny_pipeline_folder):
+    """Of prompts in memory, of a cache, and of a resumed run that has nothing left to sample."""
+    embeddings = {0: torch.zeros(5, 32), 1: torch.zeros(9, 32)}
+    assert longest_prompt(Sampling(None, None, embeddings, {}, None), None) == 9
+    assert longest_prompt(Sampling(None, None, {}, {}, None), None) == 0
+    cache = open_cache(roll_out(tmp_path / "cache", tiny_pipeline_folder))
+    first = read_prompt_embeds(cache, cache.prompt_ids[0])
+    negative = read_prompt_embeds(cache, NEGATIVE_PROMPT_ID)
+    assert longest_prompt(Sampling(None, None, {}, {}, None), cache) == len(first)
+    assert len(negative) < len(first)
 
 
 def test_a_peak_grows_with_what_is_not_recomputed():
