@@ -8,8 +8,9 @@ import full_size
 import learning
 import pytest
 import staging_grid
+from forked_launch import launch
 from PIL import Image
-from script_runs import launch
+from script_runs import launch_words
 
 import train_flowgrpo
 import train_nft
@@ -21,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def grid(tmp_path_factory):
     """The fsdp2 profiles on two CPU ranks: every arm's losses, gradients, weights and forward-only outputs."""
     folder = tmp_path_factory.mktemp("grid")
-    words = ["--device", "cpu", "--passes", "equality", "--timesteps", "1", "3", "--output_dir", str(folder)]
-    output = launch("fsdp2", str(ROOT / "benchmarks/staging_grid.py"), *words)
+    words = ["--device", "cpu", "--passes", "equality", "--timesteps", "1", "2", "--output_dir", str(folder / "cases")]
+    (output,) = launch(folder, launch_words("fsdp2", str(ROOT / "benchmarks/staging_grid.py"), *words))
     assert "staging grid complete: 8 of 8 cases of fsdp2" in output
-    return folder
+    return folder / "cases"
 
 
 def test_all_arms_of_the_grid_are_equal_bit_for_bit(grid):
@@ -39,10 +40,10 @@ def test_all_arms_of_the_grid_are_equal_bit_for_bit(grid):
 
 @pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
 def test_step_inputs_are_one_step_staged_and_all_otherwise(grid, algorithm):
-    """16 tokens of 64 channels in fp32, micro-batch 2: a latent of 8 KiB, 3 timesteps; small fields aside."""
-    (path,) = grid.glob(f"fsdp2-{algorithm}-float32-two_pass-per_step-3-equality.json")
+    """16 tokens of 64 channels in fp32, micro-batch 2: a latent of 8 KiB, 2 timesteps; small fields aside."""
+    (path,) = grid.glob(f"fsdp2-{algorithm}-float32-two_pass-per_step-2-equality.json")
     inputs = {arm: figures["step_input_mib"] * 1024 for arm, figures in json.loads(path.read_text())["arms"].items()}
-    latents = {"flow_grpo": (4, 2), "diffusion_nft": (3, 1)}[algorithm]  # not staged, staged
+    latents = {"flow_grpo": (3, 2), "diffusion_nft": (2, 1)}[algorithm]  # not staged, staged
     for arm, count in {"M": latents[0], "A": latents[0], "AB": latents[1], "AB1": latents[1]}.items():
         assert inputs[arm] == pytest.approx(8 * count, rel=0.02)
 

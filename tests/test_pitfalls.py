@@ -67,7 +67,7 @@ PITFALLS = {
         "test_ranks::test_one_update_is_that_of_one_process",
     ],
     "pinned memory rounds up": "a ring of prefetch + 1 slots is made per micro-batch, torch's pinned cache reuses "
-    "them; only with --staging_prefetch on a GPU: test_staging::test_prefetched_steps_hold_their_own_index (-m gpu)",
+    "them; only with --staging_prefetch on a GPU: test_staging_ring (-m gpu)",
     "Qwen-Image OOM": "benchmarks/full_size.py measures it, the README has its peaks; the CPU has no device memory",
     "activation checkpointing wraps the wrong module": "the model's own checkpointing is used, once a block; with "
     "fsdp_activation_checkpointing besides the run is refused by make_accelerator; there is no lora_dropout",
@@ -120,7 +120,7 @@ PITFALLS = {
         "test_trajectory_cache::test_a_table_is_seen_only_when_it_is_whole",
         "test_ranks::test_groups_that_span_ranks_have_the_same_advantages",
     ],
-    "non_blocking": ["test_staging::test_prefetched_steps_hold_their_own_index"],
+    "non_blocking": ["test_staging_ring::test_prefetched_steps_hold_their_own_index"],
     "disk fills": [
         "test_faults::test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room",
         "test_security::test_nothing_outside_the_run_folder_is_written_or_deleted",

@@ -1,4 +1,4 @@
-"""Two CPU ranks under DDP and FSDP2 against one process: python -m pytest tests/test_ranks.py"""
+"""Two CPU ranks under DDP, FSDP and FSDP2 against one process: python -m pytest tests/test_ranks.py"""
 
 import shutil
 from pathlib import Path
@@ -38,6 +38,8 @@ OPTIONS = {
     train_nft: SIZES | {"ref_kl_coef": 0.1, "old_policy_decay": "0:0.1:0.5", "old_policy_update_interval": 1},
 }
 
+CASES = [(train_flowgrpo, "ddp"), (train_flowgrpo, "fsdp2"), (train_nft, "fsdp"), (train_nft, "fsdp2")]
+
 # A smooth reward: a JPEG's size jumps, and so would magnify rounding.
 REWARD = "def mean_red(images, prompts, metadata):\n    return images[:, 0].mean(dim=(1, 2))\n"
 
@@ -70,18 +72,15 @@ def runs(tmp_path_factory, tiny_pipeline_folder):
     base, folders = tmp_path_factory.mktemp("ranks"), {}
     reward = with_reward(base)
     for script in (train_flowgrpo, train_nft):
-        for kind in ("one", "ddp", "fsdp2"):
+        for kind in ("one", "ddp", "fsdp", "fsdp2"):
             folder = base / f"{script.__name__}_{kind}"
             if kind == "one":
                 run(script, folder, tiny_pipeline_folder, **OPTIONS[script], **reward)
-            elif (script, kind) != (train_nft, "ddp"):
+            elif (script, kind) in CASES:
                 workers = {"reward_workers": 1} if kind == "ddp" else {}
                 run_on_ranks(kind, script, folder, tiny_pipeline_folder, **reward, **workers)
             folders[script, kind] = folder
     return folders
-
-
-CASES = [(train_flowgrpo, "ddp"), (train_flowgrpo, "fsdp2"), (train_nft, "fsdp2")]
 
 
 def check_first_update(first: Path, second: Path) -> None:
@@ -179,13 +178,15 @@ def test_export_holds_the_gathered_tensors(runs, script):
     assert len(adapter_bytes(folder)) > sum(tensor.nbytes for tensor in checkpoint.values())
 
 
-@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
-def test_full_weights_sharded_over_two_ranks_are_resumed(tmp_path, tiny_pipeline_folder, script):
+@pytest.mark.parametrize(
+    ("script", "kind"), [(train_flowgrpo, "fsdp"), (train_flowgrpo, "fsdp2"), (train_nft, "fsdp2")]
+)
+def test_full_weights_sharded_over_two_ranks_are_resumed(tmp_path, tiny_pipeline_folder, script, kind):
     """Sharded full weights equal one process after an epoch, and resume, of DiffusionNFT the old policy too."""
     own = {"kl_beta": 0} if script is train_flowgrpo else {"ref_kl_coef": 0}
     values = {"learning_rate": 1e-4, "num_train_epochs": 2, "eval_epochs": 0, **own, **with_reward(tmp_path)}
     one = run(script, tmp_path / "one", tiny_pipeline_folder, "--no-use_lora", **(OPTIONS[script] | values))
-    two = run_on_ranks("fsdp2", script, tmp_path / "two", tiny_pipeline_folder, "--no-use_lora", **values)
+    two = run_on_ranks(kind, script, tmp_path / "two", tiny_pipeline_folder, "--no-use_lora", **values)
     assert values_of(one, "train/grad_norm")[0] == pytest.approx(values_of(two, "train/grad_norm")[0], rel=1e-4)
     weights = [load_file(f / "transformer/diffusion_pytorch_model.safetensors") for f in (one, two)]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 4e-4  # two steps of Adam
@@ -193,7 +194,7 @@ def test_full_weights_sharded_over_two_ranks_are_resumed(tmp_path, tiny_pipeline
     shutil.rmtree(two / "transformer")
     resume = ["--no-use_lora", "--resume_from_checkpoint", "latest"]
     before = metrics_of(two)
-    run_on_ranks("fsdp2", script, two, tiny_pipeline_folder, *resume, **values)
+    run_on_ranks(kind, script, two, tiny_pipeline_folder, *resume, **values)
     assert [line.keys() for line in metrics_of(two)] == [line.keys() for line in before]
     for name in ("train/policy_loss", "rollout/reward_mean", "train/grad_norm"):
         assert values_of(two, name) == pytest.approx(

@@ -1,8 +1,10 @@
 """What a run's folder keeps and how its files appear: python -m pytest tests/test_run_folder.py"""
 
+import errno
 import json
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -90,3 +92,80 @@ def test_metrics_are_strict_json(tmp_path):
     run_folder.append_metrics(tmp_path, {"epoch": 1, "a": float("nan"), "b": float("inf"), "c": 0.5})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail) == {"epoch": 1, "a": None, "b": None, "c": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            KeyboardInterrupt(),
+            130,
+            "stopped at once; --resume_from_checkpoint latest goes on from the last checkpoint",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device: free or name another disk"),
+        (OSError(errno.EROFS, "Read-only file system"), 2, "Read-only file system: free or name another disk"),
+    ],
+)
+def test_what_stops_a_script_from_outside_is_one_line(capsys, error, code, text):
+    def main():
+        raise error
+
+    assert run_folder.run_script(main) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("of a library"), RuntimeError("too"), FileNotFoundError(errno.ENOENT, "x")]
+)
+def test_other_errors_keep_their_traceback(error):
+    def main():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        run_folder.run_script(main)
+    assert raised.value is error
+    assert run_folder.run_script(lambda: None) == 0
+
+
+def test_the_first_ctrl_c_is_a_request_and_the_second_stops_at_once(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        requests = run_folder.stop_on_interrupt()
+        assert not run_folder.stop_requested(tmp_path, requests)
+        signal.raise_signal(signal.SIGINT)
+        assert run_folder.stop_requested(tmp_path, requests)
+        assert "Ctrl-C again stops at once" in capsys.readouterr().out
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_file_stop_is_a_request(tmp_path):
+    assert not run_folder.stop_requested(tmp_path, [])
+    (tmp_path / "STOP").touch()
+    assert run_folder.stop_requested(tmp_path, [])
+
+
+def test_peak_memory_is_that_since_the_last_call(monkeypatch):
+    """torch.cuda answers as on a GPU that has had 1.5 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_folder.peak_memory("update") == {}
+    resets = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
+    assert run_folder.peak_memory("update") == {"memory/update_peak_gib": 1.5}
+    assert resets == [1]
+
+
+def test_a_checkpoint_replaces_one_of_its_name(tmp_path):
+    """As when a run that was killed after its checkpoint goes on from an older one."""
+    for content in ("first", "second"):
+        temporary = tmp_path / "checkpoints/epoch-00001.tmp"
+        temporary.mkdir(parents=True)
+        (temporary / content).touch()
+        run_folder.finish_checkpoint(temporary, tmp_path / "checkpoints/epoch-00001", 1)
+    assert [path.name for path in (tmp_path / "checkpoints/epoch-00001").iterdir()] == ["second"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["epoch-00001"]

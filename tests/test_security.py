@@ -155,7 +155,9 @@ def test_nothing_outside_the_run_folder_is_written_or_deleted(tmp_path, tiny_pip
     values = SMALL | OWN[script] | {"pretrained_model_name_or_path": tiny_pipeline_folder, "prompts": prompts}
     values |= {"eval_prompts": prompts, "output_dir": folder, "num_train_epochs": 2, "checkpointing_steps": 1}
     values |= {"checkpoints_total_limit": 1}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "TORCH"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "TORCH", "COVERAGE"))
+    }
     environment |= {"HOME": str(folders["home"]), "TMPDIR": str(folders["scratch"]), "HF_HUB_OFFLINE": "1"}
     environment |= {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     log = tmp_path / "written"

@@ -1,81 +1,33 @@
 """staging.py: same values in every mode, one step alive at a time, errors that name the field.
 
-    python -m pytest tests/test_staging.py           on a CPU, seconds
-    python -m pytest tests/test_staging.py -m gpu    the prefetch ring, on a CUDA device
+    python -m pytest tests/test_staging.py
 
 Shapes: B samples, T timesteps, L tokens, C channels, S text tokens, D embedding width, K timesteps of one chunk.
 """
 
 from contextlib import closing
-from itertools import chain, combinations
 
 import pytest
 import torch
+from staging_batches import (
+    CONDITION_OPTIONS,
+    CPU,
+    STEP_OPTIONS,
+    B,
+    C,
+    D,
+    L,
+    assert_same_step,
+    direct_steps,
+    make_batch,
+    numbered,
+    stacked,
+    subsets,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import staging
 from staging import FLOWGRPO_FIELDS, StepFields, check_supported, iterate_timesteps, step_input_bytes, validate_batch
-
-B, L, C, S, D = 2, 3, 4, 5, 6
-CPU = torch.device("cpu")
-STEP_OPTIONS = ("ref_prev_sample_mean", "old_prev_sample_mean", "rollout_is_weights", "ref_log_prob")
-CONDITION_OPTIONS = ("prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
-
-
-def subsets(names):
-    return list(chain.from_iterable(combinations(names, size) for size in range(len(names) + 1)))
-
-
-def numbered(*shape, dtype=torch.float32):
-    """Elements that all differ, so that a wrong sample, timestep or token shows."""
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape).to(dtype)
-
-
-def make_batch(num_timesteps=5, *, listed=False, options=STEP_OPTIONS, conditions=CONDITION_OPTIONS):
-    """A micro-batch of all required fields and the named optional ones; listed: fields as lists of B views."""
-    batch = {
-        "prompt_embeds": numbered(B, S, D, dtype=torch.bfloat16),
-        "prompt_embeds_mask": torch.tensor([[1] * S, [1] * 2 + [0] * (S - 2)], dtype=torch.int32),
-        "negative_prompt_embeds": -numbered(B, 2, D, dtype=torch.bfloat16),
-        "negative_prompt_embeds_mask": torch.tensor([[1, 1], [1, 0]], dtype=torch.int32),
-        "sigma_max": numbered(B),
-        "all_latents": numbered(B, num_timesteps + 1, L, C),
-        "sigmas": -numbered(B, num_timesteps + 1),
-        "ref_prev_sample_mean": 0.5 * numbered(B, num_timesteps, L, C),
-        "old_prev_sample_mean": 0.25 * numbered(B, num_timesteps, L, C),
-    }
-    for number, name in enumerate(
-        ("all_timesteps", "advantages", "old_log_probs", "rollout_is_weights", "ref_log_prob")
-    ):
-        batch[name] = numbered(B, num_timesteps) + 1000 * number
-    unwanted = (set(STEP_OPTIONS) - set(options)) | (set(CONDITION_OPTIONS) - set(conditions))
-    batch = {name: field for name, field in batch.items() if name not in unwanted}
-    if listed:
-        return {name: field if field.ndim == 1 else list(field) for name, field in batch.items()}
-    return batch
-
-
-def stacked(field):
-    return torch.stack(field) if isinstance(field, list) else field
-
-
-def direct_steps(batch, num_timesteps, chunk):
-    """What iterate_timesteps must yield, by plain indexing."""
-    for start in range(0, num_timesteps, chunk):
-        stop = min(start + chunk, num_timesteps)
-        step = {name: stacked(batch[name]) for name in FLOWGRPO_FIELDS.shared if name in batch}
-        for name in FLOWGRPO_FIELDS.per_step:
-            if name in batch:
-                extra = 1 if name in ("all_latents", "sigmas") else 0
-                step[name] = stacked(batch[name])[:, start : stop + extra]
-        yield step
-
-
-def assert_same_step(step, expected):
-    assert step.keys() == expected.keys()
-    for name, tensor in step.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
 
 
 def assert_same_steps(batch, num_timesteps, *, chunk=1, **mode):
@@ -260,6 +212,12 @@ def test_less_than_one_timestep_is_refused(listed):
         validate_batch(make_batch(0, listed=listed), FLOWGRPO_FIELDS)
 
 
+@pytest.mark.parametrize(("chunk", "prefetch"), [(0, 0), (1, -1)])
+def test_a_chunk_below_1_or_a_negative_prefetch_is_refused(chunk, prefetch):
+    with pytest.raises(ValueError, match=f"chunk is {chunk} and prefetch {prefetch}: give at least 1 and 0"):
+        next(iterate_timesteps(make_batch(3), FLOWGRPO_FIELDS, CPU, staged=True, chunk=chunk, prefetch=prefetch))
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_iterating_checks_before_it_copies(monkeypatch, staged):
     references, _ = record_gathers(monkeypatch)
@@ -395,36 +353,3 @@ def test_tried_launchers_pass():
             "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8",
         }
     )
-
-
-# ----- The ring ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("listed", [False, True], ids=["tensors", "lists"])
-@pytest.mark.parametrize(("chunk", "prefetch"), [(1, 1), (1, 3), (3, 1)])
-def test_prefetched_steps_hold_their_own_index(listed, chunk, prefetch):
-    """Entries hold their index along time, at 1024 px and 8 samples. Before some steps the device sleeps, so that a
-    buffer that is written too early shows; the steps after it have no slack, so that one read too soon shows."""
-    num_timesteps, device = 8, torch.device("cuda")
-    index = torch.arange(num_timesteps + 1, dtype=torch.float32)
-    batch = {
-        "all_latents": index.view(1, -1, 1, 1).expand(8, -1, 4096, 64).contiguous(),
-        "all_timesteps": index[:-1].expand(8, -1).contiguous(),
-    }
-    if listed:
-        batch = {name: list(field) for name, field in batch.items()}
-    fields = StepFields(shared=(), per_step={"all_latents": 2, "all_timesteps": 1})
-    on_device, wrong = index.to(device), torch.zeros((), dtype=torch.int64, device=device)
-    for round_number in range(200):
-        steps = iterate_timesteps(batch, fields, device, staged=True, chunk=chunk, prefetch=prefetch)
-        with closing(steps):
-            for number, step in enumerate(steps):
-                if number % (2 + round_number % 4) == 0:  # about 5 ms, in which the host fills what it can
-                    torch.cuda._sleep(10_000_000)
-                first, latents, timesteps = number * chunk, step["all_latents"], step["all_timesteps"]
-                wrong += (latents != on_device[first : first + latents.shape[1]].view(1, -1, 1, 1)).sum()
-                wrong += (timesteps != on_device[first : first + timesteps.shape[1]]).sum()
-                del latents, timesteps
-    assert wrong.item() == 0
