@@ -95,7 +95,7 @@ def test_the_evaluation_samples_each_prompt_in_its_size(mixed):
     assert len(values_of(mixed, "eval/jpeg_compressibility")) == 2
     with Image.open(mixed / "grids/epoch-00000.png") as grid:
         width, height = grid.size
-    assert (width, height) == (2 * (96 + 2), 2 * (128 + 2))  # tiles as wide and as high as the largest
+    assert (width, height) == (2 * (96 + 2), 2 * (128 + 2) + 12)  # tiles as wide and as high as the largest; a title
 
 
 def test_staging_changes_nothing_with_several_resolutions(mixed, tmp_path, tiny_pipeline_folder):

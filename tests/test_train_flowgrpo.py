@@ -57,7 +57,7 @@ def test_run_folder_is_complete(finished):
         assert (finished / name).is_file()
     grids = sorted(path.name for path in (finished / "grids").iterdir())
     assert grids == ["epoch-00000.png", "epoch-00002.png"]
-    assert Image.open(finished / "grids" / grids[0]).size == (132, 132)  # 2 x 2 images of 64 px, each in a frame of 1
+    assert Image.open(finished / "grids" / grids[0]).size == (132, 144)  # 2 x 2 of 64 px, framed by 1, and a title
     assert not list(finished.rglob("*.tmp"))
 
 
