@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import run_folder
 from qwen_image import adapter_state_dict
 
+DDP_TYPES = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
 
 def make_accelerator(
     *,
@@ -169,6 +171,11 @@ def clip_gradients(
             parameter.grad.copy_(gradient.view_as(parameter))
     norm = accelerator.clip_grad_norm_(trainable, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clear_gradients(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Under DDP gradients stay in its buckets, as zeros: new ones would lie beside them until the last backward."""
+    optimizer.zero_grad(set_to_none=accelerator.distributed_type not in DDP_TYPES)
 
 
 def find_fault(

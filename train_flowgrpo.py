@@ -456,7 +456,7 @@ def train_batch(
         sharding.check_finite(accelerator, trainable, where)
     finally:  # also after an error: the next update starts from clean gradients
         unsynchronised.close()
-        optimizer.zero_grad()
+        sharding.clear_gradients(accelerator, optimizer)
     return metrics, kept if args.return_model_output else []
 
 
