@@ -54,6 +54,7 @@ def make_accelerator(
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     tracker = None if report_to == "none" else report_to
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # before accelerate sets it, which it does under MPI
     accelerator = Accelerator(
         fsdp_plugin=plugin,
         log_with=tracker,
@@ -64,10 +65,11 @@ def make_accelerator(
             InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)),
         ],
     )
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != accelerator.num_processes:
+    if started != accelerator.num_processes:
         raise ValueError(
-            f"the launcher started {started} processes, but this one finds {accelerator.num_processes} (device "
-            f"{accelerator.device.type}): accelerate_configs/ are for GPUs; without any, leave --config_file out"
+            f"the launcher started {started} processes (WORLD_SIZE), but this one finds {accelerator.num_processes} "
+            f"(device {accelerator.device.type}): accelerate_configs/ are for GPUs; without any, leave --config_file "
+            "out; MPI is not supported"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} is not supported: choose bf16 or no")

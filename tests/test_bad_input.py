@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from script_runs import SMALL, SMALL_ROLLOUT, options_of, reset_accelerate, roll
 
 import rollout
 import run_folder
+import sharding
 import train_flowgrpo
 import train_nft
 from trajectory_cache import open_cache
@@ -83,9 +85,22 @@ def test_processes_of_a_gpu_launch_do_not_run_side_by_side_on_a_cpu(tmp_path, mo
         values += ["--reward_funcs", "jpeg_compressibility"]
     before = files_of(tmp_path)
     assert run_folder.run_script(lambda: script.main(script.parse_args(values))) == 2
-    assert "the launcher started 2 processes, but this one finds 1 (device cpu)" in capsys.readouterr().err
+    assert "started 2 processes (WORLD_SIZE), but this one finds 1 (device cpu)" in capsys.readouterr().err
     assert files_of(tmp_path) == before
     reset_accelerate()
+
+
+def test_a_world_size_that_accelerate_sets_itself_is_not_the_launchers(monkeypatch):
+    """As under mpirun: the script has dealt its batches to one process by then."""
+
+    def accelerator_under_mpi(**kwargs):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        return SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sharding, "Accelerator", accelerator_under_mpi)
+    with pytest.raises(ValueError, match=r"started 1 processes .WORLD_SIZE., but this one finds 2 .device cpu."):
+        sharding.make_accelerator()
 
 
 def test_there_are_enough_cases():
