@@ -46,7 +46,7 @@ def describe(planned: Mapping[str, int]) -> str:
     """The planned bytes as the line of a banner or an error."""
     mib = {name: size / 2**20 for name, size in planned.items()}
     line = (
-        f"step inputs {mib['staged']:.2f} MiB staged, {mib['not staged']:.2f} MiB not staged; outputs of a batch "
+        f"step inputs {mib['staged']:.2f} MiB staged, {mib['not staged']:.2f} MiB not staged; outputs of an update "
         f"{mib['outputs']:.2f} MiB if kept"
     )
     return line + (f"; estimated peak of an update {mib['peak'] / 1024:.1f} GiB" if "peak" in planned else "")

@@ -239,6 +239,11 @@ def check_lora_targets(folder: Path, target_modules: Sequence[str]) -> None:
     config = QwenImageTransformer2DModel.load_config(folder, subfolder="transformer")
     with torch.device("meta"):
         transformer = QwenImageTransformer2DModel.from_config(config)
+    check_target_names(transformer, target_modules)
+
+
+def check_target_names(transformer: QwenImageTransformer2DModel, target_modules: Sequence[str]) -> None:
+    """Raise ValueError for a target that matches no linear layer of the transformer."""
     for target in target_modules:
         if not target_names(transformer, [target]):
             names = target_names(transformer, [""])

@@ -70,6 +70,7 @@ from staging import (
     CONDITIONS,
     FLOWGRPO_FIELDS,
     check_supported,
+    field_ndim,
     iterate_timesteps,
     join_timesteps,
     step_input_bytes,
@@ -635,22 +636,35 @@ def trained_timesteps(args: argparse.Namespace) -> int:
 
 
 def planned_bytes(
-    args: argparse.Namespace, *, num_timesteps: int, num_samples: int, tokens: int, num_shards: int
+    args: argparse.Namespace,
+    *,
+    num_timesteps: int,
+    num_samples: int,
+    tokens: int,
+    num_shards: int,
+    cached: Mapping[str, Any],
 ) -> dict[str, int]:
-    """Exact bytes of a micro-batch's step inputs on the device, staged and not, and of its outputs, and of an epoch's
-    trajectories on disk, for images of `tokens` tokens."""
+    """Exact bytes of a micro-batch's step inputs on the device, staged and not, of an update's outputs, and of an
+    epoch's trajectories on disk, for images of `tokens` tokens. cached: a micro-batch of --trajectory_cache, or {}."""
     size = args.train_batch_size
+    per_update = num_samples // (size * args.num_updates_per_epoch * num_shards)
     shapes = {"all_latents": (size, num_timesteps + 1, tokens, 64), "sigmas": (size, num_timesteps + 1)}
     shapes |= dict.fromkeys(("all_timesteps", "advantages", "old_log_probs"), (size, num_timesteps))
     if args.policy_loss in NEEDS_OLD_MEAN:
         shapes["old_prev_sample_mean"] = (size, num_timesteps, tokens, 64)
+    if args.drop_zero_std_groups:
+        shapes["rollout_is_weights"] = (size, num_timesteps)
     batch = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    for name in FLOWGRPO_FIELDS.optional & FLOWGRPO_FIELDS.per_step.keys() & cached.keys():
+        shape = (tokens, 64) if field_ndim(cached[name]) == 4 else ()
+        batch[name] = torch.empty(size, num_timesteps, *shape, dtype=cached[name][0].dtype, device="meta")
     row = {"sample_index": 0, "prompt_id": 0, "sigma_max": torch.empty(())}
     row |= {name: torch.empty(shapes[name][1:]) for name in needed_fields(args) if name in shapes}
     return {
         "staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, chunk=args.timesteps_per_forward),
         "not staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=False),
-        "outputs": size * num_timesteps * (tokens * 64 + 3) * 4,  # a mean, a log-prob and two scales, fp32
+        # A mean, a log-prob and two scales, fp32.
+        "outputs": per_update * size * num_timesteps * (tokens * 64 + 3) * 4,
         "cache": table_bytes(row, num_rows=num_samples, num_shards=num_shards),
     }
 
@@ -700,10 +714,13 @@ def print_banner(
         f"{args.num_inner_epochs} x {args.num_updates_per_epoch} updates, each of {per_update} batches x "
         f"{num_timesteps} timesteps a process\n"
         f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}\n"
-        f"device             {memory_plan.describe(planned)}\n"
-        f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
+        f"device             {memory_plan.describe(planned)}"
     )
-    if inputs.cache is not None:
+    if inputs.cache is None:
+        bound = "up to " if len(inputs.sizes) > 1 else ""
+        size = f"{bound}{planned['cache'] / 2**20:.1f} MiB an epoch"
+        accelerator.print(f"cache on disk      {size}, {args.keep_trajectories} epoch(s) kept")
+    else:
         accelerator.print(f"trajectories       of {args.trajectory_cache}: one epoch, its rewards, no evaluation")
     if args.clip_range > 1e-2:
         accelerator.print(
@@ -1062,10 +1079,11 @@ def main(args: argparse.Namespace) -> None:
     )
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
     num_timesteps = trained_timesteps(args)
-    if inputs.cache is not None:
-        num_timesteps = validate_batch(rollout.load_micro_batch(inputs.cache, [0]), CACHED_FIELDS)
+    cached = rollout.load_micro_batch(inputs.cache, [0]) if inputs.cache is not None else {}
+    if cached:
+        num_timesteps = validate_batch(cached, CACHED_FIELDS)
     sizes = {"num_timesteps": num_timesteps, "num_samples": inputs.num_samples, "tokens": max(inputs.sizes)}
-    planned = planned_bytes(args, **sizes, num_shards=world_size)
+    planned = planned_bytes(args, **sizes, num_shards=world_size, cached=cached)
     if device.type == "cuda" and args.use_lora and accelerator.distributed_type != DistributedType.FSDP:
         tokens = max(inputs.sizes) + rollout.longest_prompt(sampling, inputs.cache)
         planned["peak"] = estimated_peak(args, transformer, planned, num_timesteps, tokens)

@@ -72,6 +72,7 @@ from staging import (
     NFT_FIELDS,
     StepFields,
     check_supported,
+    field_ndim,
     iterate_timesteps,
     join_timesteps,
     nft_fields,
@@ -681,20 +682,30 @@ def trained_timesteps(args: argparse.Namespace) -> int:
 
 
 def planned_bytes(
-    args: argparse.Namespace, *, num_timesteps: int, num_samples: int, tokens: int, num_shards: int
+    args: argparse.Namespace,
+    *,
+    num_timesteps: int,
+    num_samples: int,
+    tokens: int,
+    num_shards: int,
+    cached: Mapping[str, Any],
 ) -> dict[str, int]:
-    """Exact bytes of a micro-batch's step inputs on the device, staged and not, and of its outputs, and of an epoch's
-    trajectories on disk, for images of `tokens` tokens."""
+    """Exact bytes of a micro-batch's step inputs on the device, staged and not, of an update's outputs, and of an
+    epoch's trajectories on disk, for images of `tokens` tokens. cached: a micro-batch of --trajectory_cache, or {}."""
     size = args.train_batch_size
+    per_update = num_samples // (size * args.num_updates_per_epoch * num_shards)
     shapes = dict.fromkeys(("train_timesteps", "reward_prob"), (size, num_timesteps))
-    if args.forward_noise == "per_step":
+    if args.forward_noise == "per_step" and "forward_noise" not in cached:
         shapes["forward_noise"] = (size, num_timesteps, tokens, 64)
     batch = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    if "forward_noise" in cached and field_ndim(cached["forward_noise"]) == 4:
+        dtype = cached["forward_noise"][0].dtype
+        batch["forward_noise"] = torch.empty(size, num_timesteps, tokens, 64, dtype=dtype, device="meta")
     row = {"sample_index": 0, "prompt_id": 0, "latents_clean": torch.empty(tokens, 64)}
     return {
         "staged": step_input_bytes(batch, nft_fields(batch), staged=True, chunk=args.timesteps_per_forward),
         "not staged": step_input_bytes(batch, nft_fields(batch), staged=False),
-        "outputs": size * num_timesteps * ((4 + (args.ref_kl_coef > 0)) * tokens * 64 + 1) * 4,
+        "outputs": per_update * size * num_timesteps * ((4 + (args.ref_kl_coef > 0)) * tokens * 64 + 1) * 4,
         "cache": table_bytes(row, num_rows=num_samples, num_shards=num_shards),
     }
 
@@ -744,10 +755,13 @@ def print_banner(
         f"{args.num_inner_epochs} x {args.num_updates_per_epoch} updates, each of {per_update} batches x "
         f"{num_timesteps} timesteps a process\n"
         f"timestep staging   {'on' if args.enable_timestep_staging else 'off'}\n"
-        f"device             {memory_plan.describe(planned)}\n"
-        f"cache on disk      {planned['cache'] / 2**20:.1f} MiB an epoch, {args.keep_trajectories} epoch(s) kept"
+        f"device             {memory_plan.describe(planned)}"
     )
-    if inputs.cache is not None:
+    if inputs.cache is None:
+        bound = "up to " if len(inputs.sizes) > 1 else ""
+        size = f"{bound}{planned['cache'] / 2**20:.1f} MiB an epoch"
+        accelerator.print(f"cache on disk      {size}, {args.keep_trajectories} epoch(s) kept")
+    else:
         accelerator.print(f"trajectories       of {args.trajectory_cache}: one epoch, its rewards, no evaluation")
 
 
@@ -1093,7 +1107,8 @@ def main(args: argparse.Namespace) -> None:
     export_config = transformer.peft_config["default"] if args.use_lora else transformer.config
     num_timesteps = trained_timesteps(args)
     sizes = {"num_timesteps": num_timesteps, "num_samples": inputs.num_samples, "tokens": max(inputs.sizes)}
-    planned = planned_bytes(args, **sizes, num_shards=world_size)
+    cached = rollout.load_micro_batch(inputs.cache, [0]) if inputs.cache is not None else {}
+    planned = planned_bytes(args, **sizes, num_shards=world_size, cached=cached)
     if device.type == "cuda" and args.use_lora and accelerator.distributed_type != DistributedType.FSDP:
         tokens = max(inputs.sizes) + rollout.longest_prompt(sampling, inputs.cache)
         planned["peak"] = estimated_peak(args, transformer, planned, num_timesteps, tokens)

@@ -19,10 +19,14 @@ from trajectory_cache import NEGATIVE_PROMPT_ID, open_cache, read_prompt_embeds
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"num_train_epochs": 1, "eval_epochs": 0, "checkpointing_steps": 0, "report_to": "none"}
 STAGED = ["--enable_timestep_staging"]
+DROPPED = ["--drop_zero_std_groups"]
+KEPT = ["--keep_prev_sample_mean"]
 CASES = {
     "flowgrpo": (train_flowgrpo, {"sde_window_range": (0, 3)}, STAGED),
     "all timesteps": (train_flowgrpo, {"sde_window_size": 0, "timesteps_per_forward": 2}, []),
     "old means": (train_flowgrpo, {"sde_window_range": (0, 3), "policy_loss": "grpo_guard"}, STAGED),
+    "dropped groups, several batches": (train_flowgrpo, {"sde_window_range": (0, 3), "train_batch_size": 1}, DROPPED),
+    "cached means": (train_flowgrpo, {"trajectory_cache": "", "sde_window_range": (0, 3)}, STAGED),
     "nft": (train_nft, {"ref_kl_coef": 0}, []),
     "nft, reference, noise stored": (train_nft, {"ref_kl_coef": 0.01, "forward_noise": "per_step"}, STAGED),
 }
@@ -41,7 +45,7 @@ def test_planned_bytes_are_those_of_a_run(case, tmp_path, tiny_pipeline_folder, 
 
     def keep_outputs(*args, **kwargs):
         metrics, kept = train_batch(*args, **kwargs)
-        outputs.update(sum(tensor.nbytes for tensor in batch.values()) for batch in kept)
+        outputs.add(sum(tensor.nbytes for batch in kept for tensor in batch.values()))
         return metrics, kept
 
     def keep_inputs(batch, fields, *args, **kwargs):
@@ -57,17 +61,31 @@ def test_planned_bytes_are_those_of_a_run(case, tmp_path, tiny_pipeline_folder, 
     monkeypatch.setattr(script, "planned_bytes", keep_plan)
     monkeypatch.setattr(script, "train_batch", keep_outputs)
     monkeypatch.setattr(script, "iterate_timesteps", keep_inputs)
+    if "trajectory_cache" in values:
+        values = values | {"trajectory_cache": roll_out(tmp_path / "cache", tiny_pipeline_folder, *KEPT)}
     folder = run(script, tmp_path / "run", tiny_pipeline_folder, "--return_model_output", *options, **(SMALL | values))
-    (table,) = folder.glob("trajectories/*/trajectories-*.arrow")
-    assert planned["cache"] == table.stat().st_size
+    if "trajectory_cache" not in values:
+        (table,) = folder.glob("trajectories/*/trajectories-*.arrow")
+        assert planned["cache"] == table.stat().st_size
     assert outputs == {planned["outputs"]}
-    assert max(inputs) == planned["staged" if options else "not staged"]
+    assert max(inputs) == planned["staged" if options == STAGED else "not staged"]
+
+
+def test_noise_that_a_cache_stores_is_planned():
+    """In its dtype and layout, whatever --forward_noise says."""
+    args = train_nft.parse_args(["--train_batch_size", "2", "--forward_noise", "per_step"])
+    sizes = {"num_timesteps": 3, "num_samples": 8, "tokens": 16, "num_shards": 1}
+    scalars = 2 * 2 * 4  # a timestep and a reward probability of each sample
+    for shape, noise in (((1, 3, 16, 64), 2 * 16 * 64 * 2), ((1, 16, 64), 0)):
+        cached = {"forward_noise": torch.zeros(shape, dtype=torch.bfloat16)}
+        planned = train_nft.planned_bytes(args, **sizes, cached=cached)
+        assert (planned["staged"], planned["not staged"]) == (scalars + noise, 3 * (scalars + noise))
 
 
 def test_planned_trajectories_of_several_ranks(tmp_path):
     """A file more has one header more."""
     args = train_nft.parse_args([])
-    sizes = {"num_timesteps": 3, "num_samples": 8, "tokens": 16}
+    sizes = {"num_timesteps": 3, "num_samples": 8, "tokens": 16, "cached": {}}
     one, two = (train_nft.planned_bytes(args, **sizes, num_shards=count)["cache"] for count in (1, 2))
     assert 0 < two - one < one
 
@@ -94,9 +112,9 @@ def test_estimated_peaks_are_within_5_percent_of_every_measured_one():
         args.compile_blocks, args.cfg_batched = row.get("compiled", True), row.get("cfg_batched", True)
         args.checkpointed_blocks = row.get("checkpointed_blocks")
         tokens = (row["resolution"] // 16) ** 2
-        planned = script.planned_bytes(
-            args, num_timesteps=row["timesteps"], num_samples=4, tokens=tokens, num_shards=1
-        )
+        args.num_updates_per_epoch = 1
+        sizes = {"num_timesteps": row["timesteps"], "num_samples": row["batch_size"], "tokens": tokens}
+        planned = script.planned_bytes(args, **sizes, num_shards=1, cached={})
         assert planned["staged" if row["staged"] else "not staged"] / 2**20 == pytest.approx(
             row["step_input_mib"], abs=1e-3
         )
@@ -120,15 +138,15 @@ def test_the_plan_of_a_script(monkeypatch, capsys, tmp_path):
     words = ["--pretrained_model_name_or_path", "Qwen/Qwen-Image", "--prompts", write_prompts(tmp_path)]
     words += ["--train_batch_size", "4", "--reward_funcs", "jpeg_compressibility", "--sde_window_size", "2"]
     monkeypatch.setattr(sys, "argv", ["plan.py", "--text_tokens", "70", "train_flowgrpo.py", *words])
-    plan.main()
+    assert plan.main() == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     sizes = {name: int(line.split()[0].replace(",", "")) for name, line in lines.items()}
     latents = 4 * 1024 * 64 * 4
     assert 0 < sizes["step inputs, staged"] - 2 * latents < 200
     assert 0 < sizes["step inputs, not staged"] - 3 * latents < 300
-    assert sizes["outputs of a batch, if kept"] == 2 * latents + 4 * 2 * 3 * 4
+    assert sizes["outputs of an update, if kept"] == 64 * (2 * latents + 4 * 2 * 3 * 4)  # 32 x 16 samples, 2 updates
     staged, kept = (sizes[f"peak, staged, outputs {word}"] for word in ("released", "kept"))
-    assert kept - staged == sizes["outputs of a batch, if kept"]
+    assert kept - staged == sizes["outputs of an update, if kept"]
     assert 45e9 < staged < 55e9
 
 
@@ -142,6 +160,45 @@ def test_the_longest_prompt_counts(tmp_path, tiny_pipeline_folder):
     negative = read_prompt_embeds(cache, NEGATIVE_PROMPT_ID)
     assert longest_prompt(Sampling(None, None, {}, {}, None), cache) == len(first)
     assert len(negative) < len(first)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num_processes 0 train_nft.py", "--num_processes is 0"),
+        ("--text_tokens -5 train_nft.py", "--text_tokens is -5"),
+        ("--num_processes 3 train_flowgrpo.py", "3 ranks"),
+        ("train_flowgrpo.py --train_batch_size 0", "--train_batch_size is 0"),
+        ("train_flowgrpo.py --resolution 500", "not a multiple of 16"),
+        ("train_flowgrpo.py --sde_window_size 9", "does not fit"),
+        ("train_flowgrpo.py --trajectory_cache x", "reads no caches"),
+        ("train_flowgrpo.py --lora_target_modules to_x", "no linear layer is called 'to_x'"),
+        ("train_nft.py --timestep_fraction 3", "--timestep_fraction 3.0"),
+        ("train_nft.py --resolution_column size", "no prompts"),
+        ("train_nft.py --pretrained_model_name_or_path EMPTY", "config.json is missing"),
+    ],
+)
+def test_a_plan_that_no_run_could_have_is_one_line(words, message, monkeypatch, capsys, tmp_path):
+    words = [str(tmp_path) if word == "EMPTY" else word for word in words.split()]
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+    assert plan.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_a_plan_of_several_sizes_is_of_the_largest(monkeypatch, capsys):
+    """And of a model's own size; it needs neither a prompt file nor a reward."""
+    lines = []
+    for sizes in (["96"], ["64", "96", "128x64"]):
+        folder = str(train_nft.HERE / "assets/demo_pipeline")
+        words = ["train_nft.py", "--pretrained_model_name_or_path", folder, "--resolution", *sizes]
+        monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+        assert plan.main() == 0
+        lines.append(capsys.readouterr().out)
+    assert lines[1].count("on disk, at most") == 1
+    assert lines[1].replace("on disk, at most", "on disk         ") == lines[0]
 
 
 def test_a_peak_grows_with_what_is_not_recomputed():
