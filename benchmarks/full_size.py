@@ -7,6 +7,8 @@
 
 Arms take turns within a repetition, so that their ratios do not depend on the machine's mood. Seconds per rollout
 image count the VAE's decode, not the text encoder nor the reward; an update's are per sample and trained timestep.
+Images a second are those of the recipe: a rollout image and the update on its trained timesteps, 2 of FlowGRPO, 10 of
+DiffusionNFT, however many this run trains.
 Model FLOPs are those of one forward and backward, hardware FLOPs also count what is recomputed, both by torch's
 counter; the shares are of the rate of a large bf16 product measured in the same run. The weights are made on the GPU,
 nothing is downloaded, images are noise.
@@ -41,7 +43,7 @@ from run_folder import git_commit, write_text
 from staging import FLOWGRPO_FIELDS, nft_fields, step_input_bytes
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 32, "joint_attention_dim": 32, "axes_dims_rope": (8, 12, 12)}
-NUM_STEPS, TRAINED_STEPS = 10, 2  # of the published recipe
+NUM_STEPS, TRAINED_STEPS = 10, {"flowgrpo": 2, "nft": 10}  # of the published recipes
 
 
 class Arm(NamedTuple):
@@ -370,7 +372,8 @@ def measure(
         row |= {
             "arm": arm.name, **sizes, **arm._asdict(), "rollout_s_per_image": per_image,
             "update_s_per_sample_timestep": per_step,
-            "images_per_gpu_s": 1 / (per_image + TRAINED_STEPS * per_step), "warm_up_s": warm_up[arm.name],
+            "images_per_gpu_s": 1 / (per_image + TRAINED_STEPS[options.algorithm] * per_step),
+            "warm_up_s": warm_up[arm.name],
             "model_tflops": model / per_step, "model_share": model / per_step / rate,
             "hardware_share": (model + share * flops["forward"]) / per_step / rate,
             "rollout_share": num_forward_steps(timesteps) * flops["forward"] / per_image / rate,
@@ -423,8 +426,9 @@ def show(row: Mapping[str, Any]) -> str:
         f"{row['rollout_s_per_image']:.3f} s/image, {row['update_s_per_sample_timestep']:.3f} s/sample-timestep, "
         f"{row['images_per_gpu_s']:.3f} images/GPU/s, model {row['model_share']:.0%}, hardware "
         f"{row['hardware_share']:.0%}, {row['rollout_peak_gib']:.1f} and {row['update_peak_gib']:.1f} GiB, "
-        f"inputs {row['step_input_mib']:.2f} MiB, ratio within {row.get('ratio_max_dev', 0.0):.1e}, same batch: loss "
-        f"{row['same_batch_policy_loss']:.9g}, gradient {row['same_batch_grad_norm']:.9g}, warm-up "
+        f"inputs {row['step_input_mib']:.2f} MiB, "
+        + (f"ratio within {row['ratio_max_dev']:.1e}, " if "ratio_max_dev" in row else "")
+        + f"same batch: loss {row['same_batch_policy_loss']:.9g}, gradient {row['same_batch_grad_norm']:.9g}, warm-up "
         f"{row['warm_up_s']:.0f} s" + "".join(f", {row[name]} {name}" for name in WAITS if name in row)
     )
 
@@ -481,7 +485,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="count waits for the GPU in an update of each arm")
     parser.add_argument("--deterministic", action="store_true", help="deterministic algorithms")
-    parser.add_argument("--timesteps", type=int, nargs="+", default=[TRAINED_STEPS], help="trained timesteps")
+    parser.add_argument("--timesteps", type=int, nargs="+", default=[2], help="trained timesteps")
     parser.add_argument("--arms", type=int, nargs="+", help="numbers of the arms; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions after the warm-up")
     parser.add_argument("--num_layers", type=int, default=60, help="blocks")
@@ -495,14 +499,18 @@ def main() -> None:
     if options.merge:
         merge(options.output_dir, options.merge)
         return
+    speed = FLOWGRPO_ARMS if options.algorithm == "flowgrpo" else NFT_ARMS
+    arms = {"speed": speed, "staging": STAGING_ARMS, "memory": MEMORY_ARMS}[options.table]
+    if options.repeats < 1 or not set(options.arms or ()) <= set(range(len(arms))):
+        raise SystemExit(
+            f"--repeats is {options.repeats}, --arms {options.arms}: give at least 1, and 0 to {len(arms) - 1}"
+        )
     diffusers.utils.logging.set_verbosity_error()  # a warning for every switch of the attention backend
     accelerator = sharding.make_accelerator()
     if options.profile and accelerator.device.type != "cuda":
         raise SystemExit(f"--profile counts waits for a GPU, but this run is on {accelerator.device}: leave it out")
     torch.use_deterministic_algorithms(options.deterministic)
     bench = build(accelerator, options)
-    speed = FLOWGRPO_ARMS if options.algorithm == "flowgrpo" else NFT_ARMS
-    arms = {"speed": speed, "staging": STAGING_ARMS, "memory": MEMORY_ARMS}[options.table]
     arms = arms if options.arms is None else [arms[number] for number in options.arms]
     rate = matmul_tflops(accelerator.device)
     accelerator.print(f"bf16 product {rate:.3g} TFLOP/s", flush=True)

@@ -82,8 +82,20 @@ def test_the_full_size_benchmark_runs_small(algorithm, tmp_path, monkeypatch, ca
     for row in rows:
         assert row["update_s"] > 0
         assert 0 < row["model_share"] < row["hardware_share"]
+        seconds = row["rollout_s"] / 2 + {"flowgrpo": 2, "nft": 10}[algorithm] * row["update_s"] / 4
+        assert row["images_per_gpu_s"] == pytest.approx(1 / seconds)
     full_size.merge(tmp_path, tmp_path / "merged")
-    assert "| s per image |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| s per image |" in printed
+    assert ("ratio within" in printed) == (algorithm == "flowgrpo")
+
+
+@pytest.mark.parametrize("words", [["--repeats", "0"], ["--arms", "9"], ["--arms", "-1"]])
+def test_a_full_size_run_of_nothing_is_refused(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["full_size.py", *words])
+    monkeypatch.setattr(full_size, "build", None)
+    with pytest.raises(SystemExit, match="give at least 1, and 0 to 7"):
+        full_size.main()
 
 
 def test_learning_curves_are_drawn_from_their_results(tmp_path, monkeypatch, capsys):
