@@ -64,7 +64,7 @@ from rewards import (
     check_weights,
     combine_rewards,
 )
-from run_folder import make_folder, run_script
+from run_folder import make_folder, memory_of, run_script
 from scorer import Scorer
 from sharding import compute_dtype, make_accelerator, reduce_to_cpu
 from staging import check_supported
@@ -334,6 +334,7 @@ def longest_prompt(sampling: Sampling, cache: TrajectoryCache | None) -> int:
     return load_micro_batch(cache, [0])["prompt_embeds"].shape[1]
 
 
+@memory_of("encoding of prompts")
 def load_models(
     model_folder: Path,
     *,

@@ -238,6 +238,8 @@ def peak_memory(phase: str) -> dict[str, float]:
 
 
 OUT_OF_MEMORY = {  # what to change where memory ran out, the cheapest first
+    "encoding of prompts": "free the device of other processes (the text encoder, 16 GB of Qwen-Image in bf16, is "
+    "alone on it then), or train from a --trajectory_cache, which needs none",
     "loading": "shard the model with accelerate_configs/fsdp2.yaml",
     "rollout": "lower --train_batch_size, leave --gathered_rollout out, or use --no-cfg_batched",
     "evaluation": "lower --train_batch_size, leave --gathered_rollout out, or use --no-cfg_batched",

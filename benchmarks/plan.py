@@ -25,6 +25,7 @@ import train_nft
 from model_files import read_json
 from option_checks import ABOVE_ZERO, MAY_BE_INFINITE, NOT_NEGATIVE, check_numbers, check_sampling, check_steps
 from prompts import check_batch_arithmetic
+from rollout import num_tokens, sizes_by_tokens
 
 SCRIPTS = {"train_flowgrpo.py": train_flowgrpo, "train_nft.py": train_nft}
 
@@ -61,11 +62,12 @@ def check_options(script: ModuleType, args: argparse.Namespace, *, text_tokens: 
     check_numbers(vars(args), above_zero=ABOVE_ZERO, not_negative=NOT_NEGATIVE, may_be_infinite=MAY_BE_INFINITE)
     check_sampling(vars(args))
     check_steps(args.num_inference_steps)
+    batches = {"images_per_prompt": args.num_images_per_prompt, "batch_size": args.train_batch_size}
+    sizes_by_tokens(list(dict.fromkeys(args.resolution)), **batches)
     script.check_args(args)
     check_batch_arithmetic(
         num_prompts=args.num_prompts_per_epoch,
-        images_per_prompt=args.num_images_per_prompt,
-        batch_size=args.train_batch_size,
+        **batches,
         world_size=num_processes,
         num_updates=args.num_updates_per_epoch,
     )
@@ -74,7 +76,7 @@ def check_options(script: ModuleType, args: argparse.Namespace, *, text_tokens: 
 def plan(script: ModuleType, args: argparse.Namespace, *, text_tokens: int, num_processes: int) -> dict[str, int]:
     """Bytes by name: the script's planned ones, and the peaks with staging on and off, outputs released and kept."""
     num_timesteps = script.trained_timesteps(args)
-    tokens = max(height * width // 256 for height, width in args.resolution)
+    tokens = max(num_tokens(size) for size in args.resolution)
     num_samples = args.num_prompts_per_epoch * args.num_images_per_prompt
     sizes = {"num_timesteps": num_timesteps, "num_samples": num_samples, "tokens": tokens}
     planned = script.planned_bytes(args, **sizes, num_shards=num_processes, cached={})

@@ -9,6 +9,7 @@ import torch
 from script_runs import adapter_bytes, metrics_of, run
 
 import qwen_image
+import rollout
 import run_folder
 import sharding
 import train_flowgrpo
@@ -153,6 +154,19 @@ def test_every_rank_finds_the_same_fault(values, norm, expected):
     faults = faults_of_ranks([[float(value) for value in rank] for rank in values], norm)
     assert faults[0] == faults[1]
     assert (faults[0] is None) if expected is None else faults[0].startswith(expected)
+
+
+@pytest.mark.parametrize("script", [train_flowgrpo, train_nft])
+def test_out_of_memory_in_the_text_encoder_is_named(script, tmp_path, tiny_pipeline_folder, monkeypatch, capsys):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(rollout, "encode_prompt_table", fails)
+    values = {"sde_window_range": (0, 3)} if script is train_flowgrpo else {}
+    assert run_folder.run_script(lambda: run(script, tmp_path / "run", tiny_pipeline_folder, **values)) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no memory left in the encoding of prompts: CUDA out of memory. Tried to allocate 2 GiB. free" in line
+    assert "--trajectory_cache" in line
 
 
 @pytest.mark.parametrize("script", [train_flowgrpo, train_nft])

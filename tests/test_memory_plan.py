@@ -170,6 +170,7 @@ def test_the_longest_prompt_counts(tmp_path, tiny_pipeline_folder):
         ("--num_processes 3 train_flowgrpo.py", "3 ranks"),
         ("train_flowgrpo.py --train_batch_size 0", "--train_batch_size is 0"),
         ("train_flowgrpo.py --resolution 500", "not a multiple of 16"),
+        ("train_flowgrpo.py --resolution 96x64 64x96", "96x64"),
         ("train_flowgrpo.py --sde_window_size 9", "does not fit"),
         ("train_flowgrpo.py --trajectory_cache x", "reads no caches"),
         ("train_flowgrpo.py --lora_target_modules to_x", "no linear layer is called 'to_x'"),
