@@ -15,6 +15,7 @@ import torch
 from script_runs import options_of, reset_accelerate
 
 import evaluation
+import option_checks
 import rollout
 import train_flowgrpo
 import train_nft
@@ -46,13 +47,19 @@ def test_the_file_list_is_complete():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse(command):
+    """And those of the training scripts are options that a run could have."""
     words = shlex.split(command)
     scripts = [word for word in words if word.endswith(".py") and word in SCRIPTS]
     for word in words:
         if word.startswith(("accelerate_configs/", "assets/", "examples/", "benchmarks/", "requirements")):
             assert (ROOT / word).exists(), word
     if scripts:
-        SCRIPTS[scripts[0]].parse_args(words[words.index(scripts[0]) + 1 :])
+        script = SCRIPTS[scripts[0]]
+        args = script.parse_args(words[words.index(scripts[0]) + 1 :])
+        if script in (train_flowgrpo, train_nft):
+            ranks = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+            option_checks.check_training_options(vars(args), world_size=16 if "--machine_rank" in words else ranks)
+            script.check_args(args)
     else:
         assert words[0] in ("pip", "python"), command
 
