@@ -169,3 +169,39 @@ def test_a_checkpoint_replaces_one_of_its_name(tmp_path):
         run_folder.finish_checkpoint(temporary, tmp_path / "checkpoints/epoch-00001", 1)
     assert [path.name for path in (tmp_path / "checkpoints/epoch-00001").iterdir()] == ["second"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["epoch-00001"]
+
+
+def test_a_checkpoint_of_another_run_or_of_none_is_refused(tmp_path):
+    folder = tmp_path / "other/checkpoints/epoch-00001"
+    folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"is another run's: resume with --output_dir {tmp_path / 'other'}"):
+        run_folder.find_checkpoint(tmp_path / "run", str(folder))
+    with pytest.raises(ValueError, match=r"holds no state\.json: it is no checkpoint"):
+        run_folder.find_checkpoint(tmp_path / "other", "latest")
+    (folder / "state.json").touch()
+    for name in ("latest", str(folder)):
+        assert run_folder.find_checkpoint(tmp_path / "other", name) == folder
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"state\.json is not json"),
+        ('{"epoch": 1, "global_step": 2, "metrics_bytes": 0, "lr_scheduler": {"last_epoch": 2, "_last_lr": []}}',
+         r"state\.json is damaged \(_last_lr \[\]\)"),
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_named(tmp_path, text, message):
+    folder = tmp_path / "checkpoints/epoch-00001"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{message}.*: resume from an older checkpoint"):
+        run_folder.read_state(folder, {}, {})
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 20])
+def test_tensors_that_cannot_be_read_are_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "optimizer.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"optimizer\.safetensors cannot be read .*: resume from an older checkpoint"):
+        run_folder.read_checkpoint(tmp_path, "optimizer")
