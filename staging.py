@@ -163,14 +163,19 @@ def check_supported(environment: Mapping[str, str]) -> None:
             )
 
 
-def step_input_bytes(batch: Mapping[str, Field], fields: StepFields, *, staged: bool, chunk: int = 1) -> int:
-    """Bytes of per-step fields that are on the device at once for one micro-batch; meta tensors will do."""
+def step_input_bytes(
+    batch: Mapping[str, Field], fields: StepFields, *, staged: bool, chunk: int = 1, prefetch: int = 0
+) -> int:
+    """Bytes of per-step fields that are on the device at once for one micro-batch; meta tensors will do. prefetch:
+    steps copied ahead, on a GPU."""
     total = 0
     for name, window in fields.per_step.items():
         if name in batch:
             field = batch[name]
             per_entry = len(field) * (field[0][0].numel() * field[0].element_size())
-            total += per_entry * (min(chunk + window - 1, len(field[0])) if staged else len(field[0]))
+            num_timesteps = len(field[0]) - window + 1
+            slots = min(prefetch + 1, math.ceil(num_timesteps / chunk))
+            total += per_entry * (slots * (min(chunk, num_timesteps) + window - 1) if staged else len(field[0]))
     return total
 
 

@@ -660,8 +660,9 @@ def planned_bytes(
         batch[name] = torch.empty(size, num_timesteps, *shape, dtype=cached[name][0].dtype, device="meta")
     row = {"sample_index": 0, "prompt_id": 0, "sigma_max": torch.empty(())}
     row |= {name: torch.empty(shapes[name][1:]) for name in needed_fields(args) if name in shapes}
+    how = {"chunk": args.timesteps_per_forward, "prefetch": args.staging_prefetch}
     return {
-        "staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, chunk=args.timesteps_per_forward),
+        "staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, **how),
         "not staged": step_input_bytes(batch, FLOWGRPO_FIELDS, staged=False),
         # A mean, a log-prob and two scales, fp32.
         "outputs": per_update * size * num_timesteps * (tokens * 64 + 3) * 4,

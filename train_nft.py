@@ -702,8 +702,9 @@ def planned_bytes(
         dtype = cached["forward_noise"][0].dtype
         batch["forward_noise"] = torch.empty(size, num_timesteps, tokens, 64, dtype=dtype, device="meta")
     row = {"sample_index": 0, "prompt_id": 0, "latents_clean": torch.empty(tokens, 64)}
+    how = {"chunk": args.timesteps_per_forward, "prefetch": args.staging_prefetch}
     return {
-        "staged": step_input_bytes(batch, nft_fields(batch), staged=True, chunk=args.timesteps_per_forward),
+        "staged": step_input_bytes(batch, nft_fields(batch), staged=True, **how),
         "not staged": step_input_bytes(batch, nft_fields(batch), staged=False),
         "outputs": per_update * size * num_timesteps * ((4 + (args.ref_kl_coef > 0)) * tokens * 64 + 1) * 4,
         "cache": table_bytes(row, num_rows=num_samples, num_shards=num_shards),

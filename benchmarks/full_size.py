@@ -238,7 +238,8 @@ def run_arm(
 def input_bytes(bench: Bench, arm: Arm, batch: Mapping[str, Any]) -> int:
     """Bytes of a batch that are on the device in a step."""
     fields = nft_fields(batch) if bench.options.algorithm == "nft" else FLOWGRPO_FIELDS
-    return step_input_bytes(batch, fields, staged=arm.staged, chunk=arm.timesteps_per_forward)
+    how = {"chunk": arm.timesteps_per_forward, "prefetch": arm.prefetch}
+    return step_input_bytes(batch, fields, staged=arm.staged, **how)
 
 
 def profile_arm(bench: Bench, arm: Arm, batch: Mapping[str, Any], **sizes: int) -> dict[str, float]:

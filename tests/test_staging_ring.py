@@ -62,10 +62,13 @@ def test_the_rings_slots_hold_the_steps_in_order(recorder, listed, chunk, prefet
     batch, windows = make_batch(5, listed=listed), FLOWGRPO_FIELDS.per_step
     chunks = [(start, min(start + chunk, 5)) for start in range(0, 5, chunk)]
     steps, expected = staging.prefetched_steps(batch, windows, chunks, CPU, prefetch), direct_steps(batch, 5, chunk)
-    pointers = []
+    pointers, buffers = [], {}
     for step, wanted in zip(steps, expected, strict=True):
         assert_same_step(step, {name: wanted[name] for name in windows})
         pointers.append(step["all_latents"].data_ptr())
+        buffers |= {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in step.values()}
+    planned = staging.step_input_bytes(batch, FLOWGRPO_FIELDS, staged=True, chunk=chunk, prefetch=prefetch)
+    assert sum(buffers.values()) == planned
     assert len(set(pointers)) == min(prefetch + 1, len(chunks))  # so many buffers, used by turns
     assert pointers == [pointers[number % len(set(pointers))] for number in range(len(chunks))]
 
