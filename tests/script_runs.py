@@ -52,9 +52,10 @@ def reset_accelerate() -> None:
 
 
 def write_prompts(folder: Path) -> str:
-    """A prompts file in the folder; returns its path."""
-    path = folder / "prompts.txt"
-    path.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    """A prompts file in the folder, whole at any time, since several ranks write and read it; returns its path."""
+    path, temporary = folder / "prompts.txt", folder / f"prompts-{os.getpid()}.tmp"
+    temporary.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    os.replace(temporary, path)
     return str(path)
 
 
