@@ -6,6 +6,7 @@ compares it with every peak in benchmarks/results/full_size.json.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,27 @@ def estimate_peak(
     live = block_input * BLOCK_LIVE["compiled" if compiled else "eager"]
     training_state = 3 * trainable  # the gradient and AdamW's two moments
     return round(weights + training_state + saved + live) + step_bytes + other_bytes
+
+
+def update_peak(
+    options: Mapping[str, Any], transformer: nn.Module, planned: Mapping[str, int], *, num_timesteps: int, tokens: int
+) -> int:
+    """Bytes allocated at the peak of an update under a training script's options; a sample has so many image and text
+    tokens."""
+    rows, num_passes = options["train_batch_size"] * min(options["timesteps_per_forward"], num_timesteps), 1
+    if options["true_cfg_scale"] > 1:
+        rows, num_passes = (2 * rows, 1) if options["cfg_batched"] else (rows, 2)
+    recomputed = options["checkpointed_blocks"]
+    recomputed = transformer.config.num_layers if recomputed is None else recomputed
+    step_bytes = planned["staged" if options["enable_timestep_staging"] else "not staged"]
+    return estimate_peak(
+        transformer,
+        tokens=rows * tokens,
+        num_passes=num_passes,
+        recomputed_blocks=recomputed if options["gradient_checkpointing"] else 0,
+        compiled=options["compile_blocks"],
+        step_bytes=step_bytes + planned["outputs"] * options["return_model_output"],
+    )
 
 
 def describe(planned: Mapping[str, int]) -> str:

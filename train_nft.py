@@ -711,25 +711,6 @@ def planned_bytes(
     }
 
 
-def estimated_peak(
-    args: argparse.Namespace, transformer: nn.Module, planned: Mapping[str, int], num_timesteps: int, tokens: int
-) -> int:
-    """Bytes allocated at an update's peak, of LoRA that is not sharded; a sample has so many image and text tokens."""
-    rows, num_passes = args.train_batch_size * min(args.timesteps_per_forward, num_timesteps), 1
-    if args.true_cfg_scale > 1:
-        rows, num_passes = (2 * rows, 1) if args.cfg_batched else (rows, 2)
-    recomputed = transformer.config.num_layers if args.checkpointed_blocks is None else args.checkpointed_blocks
-    step_bytes = planned["staged" if args.enable_timestep_staging else "not staged"]
-    return memory_plan.estimate_peak(
-        transformer,
-        tokens=rows * tokens,
-        num_passes=num_passes,
-        recomputed_blocks=recomputed if args.gradient_checkpointing else 0,
-        compiled=args.compile_blocks,
-        step_bytes=step_bytes + planned["outputs"] * args.return_model_output,
-    )
-
-
 def print_banner(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -1112,7 +1093,9 @@ def main(args: argparse.Namespace) -> None:
     planned = planned_bytes(args, **sizes, num_shards=world_size, cached=cached)
     if device.type == "cuda" and args.use_lora and accelerator.distributed_type != DistributedType.FSDP:
         tokens = max(inputs.sizes) + rollout.longest_prompt(sampling, inputs.cache)
-        planned["peak"] = estimated_peak(args, transformer, planned, num_timesteps, tokens)
+        planned["peak"] = memory_plan.update_peak(
+            vars(args), transformer, planned, num_timesteps=num_timesteps, tokens=tokens
+        )
     census = qwen_image.parameter_census(policy.transformer)
     print_banner(args, accelerator, inputs, census, num_timesteps, planned)
     trained = policy.transformer, policy.optimizer, policy.lr_scheduler

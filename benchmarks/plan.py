@@ -9,7 +9,6 @@ counts. The peak is that of LoRA in bf16 on one device or under DDP, without wha
 """
 
 import argparse
-import copy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from diffusers import QwenImageTransformer2DModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import memory_plan
 import qwen_image
 import train_flowgrpo
 import train_nft
@@ -85,10 +85,11 @@ def plan(script: ModuleType, args: argparse.Namespace, *, text_tokens: int, num_
     transformer, found = meta_transformer(script, args), dict(planned)
     for staged in (True, False):
         for kept in (False, True):
-            arm = copy.copy(args)
-            arm.enable_timestep_staging, arm.return_model_output = staged, kept
+            arm = vars(args) | {"enable_timestep_staging": staged, "return_model_output": kept}
             name = f"peak, {'' if staged else 'not '}staged, outputs {'kept' if kept else 'released'}"
-            found[name] = script.estimated_peak(arm, transformer, planned, num_timesteps, tokens + text_tokens)
+            found[name] = memory_plan.update_peak(
+                arm, transformer, planned, num_timesteps=num_timesteps, tokens=tokens + text_tokens
+            )
     return found
 
 
